@@ -56,10 +56,10 @@ class Server:
         self.args = args
         self.listener = listener
         name = args.served_model_name or args.checkpoint.resolve().name
-        self.api = API(
-            engine, name, SamplingParams(**suggested_sampling(args.checkpoint)), args.tool_format
-        )
-        self.metrics = Metrics(engine, name, first_sampling(args.checkpoint, engine.config))
+        defaults = suggested_sampling(args.checkpoint) | args.sampling
+        self.api = API(engine, name, defaults, args.tool_format, args.system)
+        on_page = first_sampling(args.checkpoint, engine.config)[0] | args.sampling
+        self.metrics = Metrics(engine, name, on_page)
         self.busy: set[Handler] = set()
         self.inbox: SimpleQueue[Any] = SimpleQueue()
         self.incoming: set[Request] = set()
@@ -118,18 +118,22 @@ class Server:
 def command(flags: Namespace, ranks: Ranks) -> int:
     """Load the model and serve it."""
     args = server_args(flags, ranks)
-    # Listen first: loading takes long, and the port may be taken. Only rank 0 serves.
-    listener = None if ranks.rank else listen_at(args.host, args.port)
+    # Loading takes long, and the port may be taken. Only rank 0 serves. Clients are let in when the
+    # model is ready, so that a proxy sends them to other replicas until then.
+    if not ranks.rank:
+        listen_at(args.host, args.port).close()
     engine = open_engine(args, ranks)
     if engine:  # None: this is another rank, and has followed the first one until its end
         say(cache_size(engine))
-        serve(Server(engine, args, listener))
+        serve(Server(engine, args, listen_at(args.host, args.port)))
     return 0
 
 
 def parse_args(argv: list[str] | None) -> Namespace:
     parser = ArgumentParser(prog="server.py", description="Serve a model over HTTP.")
-    settings.add_flags(parser, ServerArgs, speculate="--speculate-ngram")
+    settings.add_flags(parser, ServerArgs, speculate="--speculate-ngram", checkpoint="--model")
+    group = parser.add_argument_group("sampling", "of requests that set none")
+    settings.add_flags(group, SamplingParams, max_tokens="--max-new-tokens")
     return parser.parse_args(argv)
 
 

@@ -29,7 +29,7 @@ from unittest.mock import MagicMock
 import openai
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, SHAKESPEARE
 from serving import (
     ABORTED,
     CHAT,
@@ -54,13 +54,14 @@ from serving import (
 
 import sampling
 import server as server_module
-from around.api import front, http1, listen_at, serve
+from around.api import front, http1, listen_at, serve, server_args
 from around.api.answers import Choice, demand
 from around.api.front import Handler
 from around.api.function_calls import NO_TOOLS, Reader
+from around.machine import Ranks
 from around.settings import VERSION, SamplingParams
 from scheduler import Engine
-from server import Server
+from server import Server, parse_args
 
 pytest_plugins = ["serving"]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -854,6 +855,27 @@ def test_addresses(make_local, monkeypatch):
         socket.create_connection((address, local.port), 5).close()
 
 
+def test_settings_of_the_server(make_local, capfd):
+    """Serve with sampling settings, a system prompt and the other name of --checkpoint. Catches:
+    flags that hold for no request, or for those that say otherwise; a second system prompt."""
+    local = make_local("--model", str(SHAKESPEARE), "--system", "Be brief.")
+    flags = parse_args(["--temperature", "0", "--max-tokens", "3", "--port", "0"])
+    sampling = server_args(flags, Ranks(torch.device("cpu"))).sampling
+    assert sampling == {"temperature": 0.0, "max_tokens": 3}
+    local.server.api.defaults |= sampling
+    seen = []
+    for messages in (HI, [{"role": "system", "content": "No."}, *HI]):
+        answer = local.post(CHAT, {"messages": messages}).json
+        seen.append(answer["usage"]["prompt_tokens"])
+        assert answer["usage"]["completion_tokens"] <= 3
+    brief = [{"role": "system", "content": "Be brief."}, *HI]
+    assert seen[0] == len(TOKENIZER.encode_chat(brief)) != seen[1]
+    first, second = (local.post(COMPLETIONS, {"prompt": PROMPT}).json for _ in range(2))
+    assert first["choices"] == second["choices"] and first["usage"]["completion_tokens"] == 16
+    hot = {"prompt": PROMPT, "temperature": 2, "seed": 1}
+    assert local.post(COMPLETIONS, hot).json["choices"] != first["choices"]
+
+
 def test_errors_at_the_start(capfd, tmp_path, monkeypatch):
     """Start with wrong options, a port in use and a missing file. Catches: a traceback; a large
     model loaded before the port is tried; an empty key, as from a variable that is not set, which
@@ -875,7 +897,7 @@ def test_errors_at_the_start(capfd, tmp_path, monkeypatch):
             ("--port", taken.getsockname()[1], "in use"), ("--port", 99999, "port"),
             ("--api-key", "", "--api-key"), ("--host", "", "--host"),
             ("--max-queue", -1, "max_queue"),
-            ("--max-body", -1, "max_body"),
+            ("--max-body", -1, "max_body"), ("--temperature", -1, "temperature"),
         ):  # fmt: skip
             fails(option, value, says)
     with pytest.raises(SystemExit, match="2"):
@@ -1132,12 +1154,17 @@ def test_the_command_line_and_a_signal(tmp_path):
 
 def test_a_signal_while_the_model_loads(tmp_path):
     """Send SIGTERM while the model loads. Catches: a first process of a container on which the
-    signal has no effect without a handler, so that Kubernetes waits, and kills it."""
+    signal has no effect without a handler, so that Kubernetes waits, and kills it; clients that are
+    let in, and wait, before the model is there."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     code = f"""import sys, time; sys.path.insert(0, {str(ROOT)!r}); import server
 server.open_engine = lambda *_: server.say("loading") or time.sleep(120)
-server.main(sys.argv[2:])"""
+server.main([*sys.argv[2:], "--port", "{port}"])"""
     server = Process(tmp_path, program=(sys.executable, "-c", code))
     until(lambda: "loading" in server.log.read_text())
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(60) == 143
 
@@ -1191,9 +1218,18 @@ def test_signals(monkeypatch, capsys):
     """Send a signal while requests run, wait to enter, or come late; and a second signal. Catches:
     a server that does not end, or without an error to clients that still wait; a request cut off
     that was not in the engine yet, or that came later; a second Ctrl-C that does nothing."""
-    for stream in (False, True):
-        (answer,) = stopped(post(LONG | {"stream": stream}), "--shutdown-timeout", "0.3")
-        assert "stopping" in answer.fails(503)
+    soon, many = ("--shutdown-timeout", "0.5"), {"prompt": ["a"] * 3}
+    for stream in (False, True):  # the text so far, but a 503 where there is none
+        (answer,) = stopped(post(LONG | {"stream": stream}), *soon)
+        parts = [json.loads(event) for event in answer.events[:-1]] or [answer.json]
+        last = parts[-1]["choices"][0]
+        assert answer.status == 200 and last["finish_reason"] == "abort"
+        assert LONG["max_tokens"] > len("".join(p["choices"][0]["text"] for p in parts)) > 0
+    assert "stopping: 1 requests run" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", lambda self: time.sleep(0.1) or [])
+        (answer,) = stopped(post(LONG | many), *soon)
+    assert "stopping" in answer.fails(503) and answer.headers["Retry-After"]
     encode, begun, complete = TOKENIZER.encode, threading.Event(), Handler.complete
     slow = lambda *text: begun.set() or time.sleep(0.3) or encode(*text)  # noqa: E731
     with monkeypatch.context() as patch:

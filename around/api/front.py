@@ -17,7 +17,7 @@ import time
 import traceback
 from argparse import Namespace
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread, active_count, stack_size
 from typing import Any
@@ -27,7 +27,7 @@ from around.api.answers import Problem, demand
 from around.api.function_calls import FORMS
 from around.api.http1 import Exchange
 from around.machine import Ranks, say
-from around.settings import JSON, EngineArgs, setting
+from around.settings import JSON, EngineArgs, SamplingParams, setting
 
 MAX_THREADS = 1028  # 1,024 connections, and main, listen, watch and threads.keep_pool
 PAGE = Path(__file__).resolve().with_name("page.html")
@@ -44,6 +44,8 @@ class ServerArgs(EngineArgs):
     max_body: int = setting(2**22, "bytes of a request's body", 1)
     shutdown_timeout: float = setting(30.0, "seconds for running requests to finish", 0, 1e6)
     api_key: str | None = setting(None, "clients must send it (default: $KILOLM_API_KEY)")
+    system: str | None = setting(None, "system prompt of chats that have none")
+    sampling: JSON = field(default_factory=dict)  # of requests that set none
     tool_format: str = setting(
         "auto", "how function calls are written; auto: as in the template", choices=("auto", *FORMS)
     )
@@ -54,9 +56,12 @@ def server_args(flags: Namespace, ranks: Ranks) -> ServerArgs:
     # On a CPU, sequences that decode wait less for a step that has few prompt tokens: the 99th
     # percentile of the time between their tokens is half as long with 32 as with 512.
     defaults: JSON = dict(
-        api_key=os.getenv("KILOLM_API_KEY"), small_chunk=32 if ranks.device.type == "cpu" else None
+        api_key=os.getenv("KILOLM_API_KEY"),
+        small_chunk=32 if ranks.device.type == "cpu" else None,
+        sampling=settings.given(SamplingParams, flags),
     )
     args = ServerArgs(**defaults | settings.given(ServerArgs, flags))
+    SamplingParams(**args.sampling)  # this checks them
     if "" in (args.host, args.api_key):
         raise ValueError("--host and --api-key (or $KILOLM_API_KEY) must not be empty")
     return args
@@ -70,7 +75,7 @@ def listen(server: Any) -> None:
     --shutdown-timeout, and end the server's drive()."""
     host, port = server.listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host  # IPv6
-    say(f"requests that set no temperature get {server.api.defaults.temperature:g}")
+    say(f"requests that leave out sampling settings get vLLM's, but {server.api.defaults}")
     say(f"serving {server.api.name} on http://{host}:{port}")
     while not server.stopping:
         # While no thread is free, new clients wait in the listening socket.
@@ -134,6 +139,7 @@ def watch_signals(server: Any) -> None:
             if server.stopping:
                 os._exit(1)
             server.stopping = True
+            say(f"stopping: {len(server.busy)} requests run; a second Ctrl-C or SIGTERM ends them")
 
     Thread(target=watch, daemon=True).start()
 
@@ -247,15 +253,19 @@ class Handler(Exchange):
         if self.stream:
             self.send("[DONE]")
 
-    def wait_for_news(self) -> None:
-        """Wait until the engine has made progress, but not for long.
+    def wait_for_news(self) -> bool:
+        """Wait until the engine has made progress, but not for long. Return whether the server is
+        stopping, and the grace period is over.
 
         Raises:
-            Problem: the server is stopping, and the grace period is over.
+            Problem: it is over, and there is nothing to send.
         """
         self.news.wait(0.3)
         self.news.clear()
-        demand(not self.server.over, 503, "the server is stopping")
+        over = self.server.over
+        has_begun = any(choice.seq.tokens for choice in self.completion.choices)
+        demand(has_begun or not over, 503, "the server is stopping")
+        return over
 
     # --- Checks -----------------------------------------------------------------------------------
 

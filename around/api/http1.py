@@ -24,7 +24,7 @@ from io import BufferedReader, BytesIO
 from typing import Any
 
 from around.api.answers import Problem, demand
-from around.settings import JSON, check
+from around.settings import JSON, blame, check
 
 # The headers of each answer. X-Accel-Buffering keeps nginx from collecting the events of a stream
 # before it sends them on. The Content-Security-Policy, with which the page loads nothing from
@@ -186,11 +186,12 @@ class Exchange(BaseHTTPRequestHandler):
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """Listen at a host; port 0 means any free one. Raises OSError if the port is taken.
+    """Listen at a host; port 0 means any free one. Raises CheckpointError if the port is taken.
 
     A name, such as localhost, is looked up in IPv4, as in vLLM. A host with colons is of IPv6; at
     :: both versions reach it.
     """
     is_v6 = ":" in host
     family = socket.AF_INET6 if is_v6 else socket.AF_INET
-    return socket.create_server((host, port), family=family, dualstack_ipv6=is_v6)
+    with blame(f"--host {host} --port {port}"):
+        return socket.create_server((host, port), family=family, dualstack_ipv6=is_v6)

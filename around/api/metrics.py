@@ -8,6 +8,7 @@ import json
 from collections import Counter, defaultdict
 from itertools import pairwise
 
+from around.settings import JSON
 from scheduler import Engine, Request
 
 # The last word of a metric's name -> its type, if it is no gauge.
@@ -19,14 +20,14 @@ class Metrics:
 
     Attributes:
         model: the model's name.
-        sampling: what the page's user starts with.
+        sampling: the settings that the page's user starts with.
         ended: metric -> sample -> value, for the requests that have ended. A sample is named as in
             Prometheus' format, by its labels: "{}", '{finished_reason="stop"}', or in a summary
             "_sum{}" and "_count{}". text() adds a label, the model.
         snapshot: the engine's state for the page, as JSON.
     """
 
-    def __init__(self, engine: Engine, model: str, sampling: tuple) -> None:
+    def __init__(self, engine: Engine, model: str, sampling: JSON) -> None:
         self.engine = engine
         self.model = model
         self.sampling = sampling

@@ -20,13 +20,14 @@ class API:
 
     Attributes:
         model: as /v1/models lists it.
-        defaults: the sampling settings that a body may leave out.
+        defaults: sampling settings for a body that leaves them out.
+        system: a system prompt for a chat that has none.
         form: how the model writes function calls; None: its chat template shows none that is read.
         longest_token: its bytes.
     """
 
     def __init__(
-        self, engine: Engine, name: str, defaults: SamplingParams, tool_format: str
+        self, engine: Engine, name: str, defaults: JSON, tool_format: str, system: str | None
     ) -> None:
         """Args: tool_format: a name out of function_calls.FORMS; otherwise, see form_in."""
         assert engine.tokenizer
@@ -41,6 +42,7 @@ class API:
             max_model_len=engine.max_seq_len,
         )
         self.defaults = defaults
+        self.system = system
         self.form = FORMS.get(tool_format) or form_in(self.tokenizer.tool_template)
         self.longest_token = max(map(len, self.tokenizer.token_bytes))
 
@@ -97,13 +99,13 @@ class API:
         )
 
     def sampling_params(self, fields: JSON, chat: bool) -> SamplingParams:
-        """Return the sampling settings of a request. Omitted ones come from the checkpoint, except
-        max_tokens: it is 16 in a completion, and in a chat only the context limits it."""
-        defaults = vars(self.defaults) | dict(max_tokens=self.engine.max_seq_len if chat else 16)
-        params = SamplingParams(**{name: fields.get(name, defaults[name]) for name in defaults})
-        if chat:
-            params = params.with_stop(self.tokenizer.chat_stop)
-        return params
+        """Return the sampling settings of a request. Without max_tokens, a completion ends after 16
+        tokens, and a chat where the defaults or the context end it."""
+        given = {name: fields[name] for name in fields.keys() & SamplingParams.__annotations__}
+        if not chat:
+            return SamplingParams(**self.defaults | {"max_tokens": 16} | given)
+        params = SamplingParams(**{"max_tokens": self.engine.max_seq_len} | self.defaults | given)
+        return params.with_stop(self.tokenizer.chat_stop)
 
     def chat_text(self, fields: JSON, tools: Tools) -> str:
         """Render the messages of a chat."""
@@ -111,6 +113,8 @@ class API:
         demand(messages, 400, "messages must have at least one message", "messages")
         for i, message in enumerate(messages):
             check_message(message, f"messages[{i}]")
+        if self.system and messages[0]["role"] not in ("system", "developer"):
+            messages = [{"role": "system", "content": self.system}, *messages]
         goes_on = fields["continue_final_message"]
         options = dict(
             add_generation_prompt=fields["add_generation_prompt"] and not goes_on,

@@ -107,7 +107,8 @@ def eos_ids(*sources: JSON) -> tuple[int, ...]:
 
 
 def suggested_sampling(path: Path | str) -> JSON:
-    """Return the sampling settings that a checkpoint's generation_config.json suggests.
+    """Return the sampling settings that a checkpoint's generation_config.json suggests, and
+    max_tokens, if it has `max_new_tokens`.
 
     Raises:
         CheckpointError: one of them has a wrong value.
@@ -115,6 +116,8 @@ def suggested_sampling(path: Path | str) -> JSON:
     file = Path(path) / "generation_config.json"
     stored = read_optional(file)
     found = {name: stored[name] for name in SHAPING if name in stored}
+    if "max_new_tokens" in stored:
+        found["max_tokens"] = stored["max_new_tokens"]
     with blame(file):
         SamplingParams(**found)  # this checks them
     return found
@@ -131,6 +134,7 @@ def first_sampling(path: Path | str, config: Config | None) -> tuple[JSON, str]:
     """
     found = suggested_sampling(path)
     # Width times depth: 57,344 in Qwen3-1.7B, and 73,728 in Qwen2.5-3B.
-    if found or not config or config.hidden_size * config.num_hidden_layers > 60000:
-        return found, "the folder"
-    return dict(temperature=0.2, top_p=0.9), "small model"
+    is_small = config and config.hidden_size * config.num_hidden_layers <= 60000
+    if is_small and not found.keys() & SHAPING:
+        return found | dict(temperature=0.2, top_p=0.9), "small model"
+    return found, "the folder"

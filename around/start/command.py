@@ -59,8 +59,8 @@ def asked_of(args: Namespace, ranks: Ranks) -> Asked:
         | dict.fromkeys(defaults, source)
         | dict.fromkeys(flags, "a flag")
     )
-    if args.chat:  # without --max-tokens, only the context ends a reply
-        defaults["max_tokens"] = 2**31
+    if args.chat:  # without another limit, only the context ends a reply
+        defaults = {"max_tokens": 2**31} | defaults
     params = SamplingParams(**defaults | flags)
     summary = "sampling: " + ", ".join(
         f"{name} {getattr(params, name):g} ({sources[name]})" for name in SHAPING if name in sources
@@ -171,7 +171,7 @@ def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> i
     say(HELP)
     for line in iter(ask, ""):
         said = line.strip()
-        if said == "/exit":
+        if said in ("/exit", "/quit", "exit", "quit"):
             return status
         if said == "/new":
             messages = messages[:start]
