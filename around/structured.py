@@ -17,7 +17,7 @@ This file knows the tokenizer and does not know the sampler. Papers: Willard and
 import json
 import re
 from contextlib import suppress
-from functools import cache
+from functools import lru_cache
 from threading import Lock
 from typing import Any
 
@@ -171,7 +171,7 @@ def tidy(schema: Any, closes: bool) -> Any:
 LOCK = Lock()
 
 
-@cache
+@lru_cache(4)
 def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
     """Build the trie of a model's tokens.
 

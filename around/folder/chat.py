@@ -2,7 +2,7 @@
 
 import json
 import time
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
@@ -87,4 +87,4 @@ CHAT = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loo
 CHAT.globals.update(raise_exception=refuse, strftime_now=time.strftime, tools=None, documents=None)
 CHAT.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
 CHAT.tests["none"] = lambda value: value is None or isinstance(value, Null)
-compile_template = cache(CHAT.from_string)  # for Mistral's it takes 13 ms
+compile_template = lru_cache(16)(CHAT.from_string)  # for Mistral's it takes 13 ms

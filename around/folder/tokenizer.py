@@ -150,8 +150,10 @@ class Tokenizer:
         Raises:
             ValueError: the template does not compile or refuses these messages.
         """
-        # Templates use bos_token and other values of the config.
-        variables = {"add_generation_prompt": not goes_on, **self.config, **options}
+        # Templates use bos_token and other special tokens, and see nothing else of the config.
+        names = [name for name in self.config if re.fullmatch("(?!add_).*_token", name)]
+        tokens = {name: self.config[name] for name in names}
+        variables = {"add_generation_prompt": not goes_on, **tokens, **options}
         template = self.tool_template if options.get("tools") else self.template
         with blame("chat template"):  # it can raise any exception
             turns = [plain_turn(message) for message in messages]
@@ -188,15 +190,15 @@ class Tokenizer:
             # The files must agree on its id.
             supported(f"the id of {token['content']}", i, backend.token_to_id(token["content"]))
         vocab = backend.get_vocab()
-
-        def special() -> dict[str, int]:
-            tokens = backend.get_added_tokens_decoder()
-            return {token.content: i for i, token in tokens.items() if token.special}
-
-        # Make the named tokens special. One that is special already is left out, because to add it
-        # again would reset its settings, such as rstrip.
-        backend.add_special_tokens(list((named & vocab.keys()) - special().keys()))
-        self.special = special()
+        # Make the named tokens special. A text alone would reset the settings of an added token,
+        # such as rstrip.
+        known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+        backend.add_special_tokens([known.get(text, text) for text in named & vocab.keys()])
+        self.special = {
+            token.content: i
+            for i, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        }
         # Without offsets it takes half as long. In the meantime other threads can run.
         self._encode = lambda text, add_special: (
             backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
@@ -259,7 +261,8 @@ class Tokenizer:
             suffix = [self.eos_id]
         # 4) sentencepiece would encode the text "<s>" as three characters, so the added tokens are
         # found first. In reverse order "<|im_start|>" is tried before "<|im".
-        patterns = [pattern_of(added[id_of[text]]) for text in sorted(id_of, reverse=True)]
+        texts = sorted(filter(None, id_of), reverse=True)
+        patterns = [pattern_of(added[id_of[text]]) for text in texts]
         pattern = re.compile(f"({'|'.join(patterns) or '(?!)'})")  # (?!) matches nothing
 
         def encode(text: str, add_special: bool) -> Ids:
@@ -314,4 +317,7 @@ def pattern_of(token: JSON) -> str:
     """Return the regular expression that finds an added token in a text."""
     before = r"\s*" if token.get("lstrip") else ""
     after = r"\s*" if token.get("rstrip") else ""
-    return before + re.escape(token["content"]) + after
+    text = re.escape(token["content"])
+    if token.get("single_word"):
+        text = rf"(?<!\w){text}(?!\w)"
+    return before + text + after
