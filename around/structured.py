@@ -180,8 +180,6 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
     """
     import llguidance
 
-    pieces = tokenizer.token_bytes
-
     def spell(text: str) -> Ids:
         """Tokenize a text that stands in the middle of another.
 
@@ -192,8 +190,7 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
         """
         first = tokenizer.encode("\2", add_special=False)
         ids = tokenizer.encode(f"\2{text}", add_special=False)[len(first) :]
-        spelt = b"".join(pieces[i] for i in ids if tokenizer.is_text(i))
-        if spelt == text.encode():
+        if trie.decode_bytes([i for i in ids if tokenizer.is_text(i)]) == text.encode():
             return ids
         return trie.greedy_tokenize(text)
 
@@ -201,7 +198,7 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
     # have them.
     vars(spell).update(
         is_tokenizer_wrapper=True,
-        tokens=[*(pieces + [b""] * V)[:V], b""],
+        tokens=[*(tokenizer.token_bytes + [b""] * V)[:V], b""],
         special_token_ids=[i for i in range(V) if not tokenizer.is_text(i)],
         eos_token_id=V,  # is needed, but eos_token, below, overrides it
         bos_token_id=None,

@@ -246,12 +246,13 @@ class Int8Linear(PackedLinear):
         return y_low.add_(y_high, alpha=128).mul_(s).to(rows.dtype)
 
     def compute(self, rows: Tensor) -> Tensor:
-        # The bytes in x have the scale 1.0 and the zero point 128. There is no bias, which is None.
-        # The results are float32, so their own scale and zero point, 1.0 and 0, have no effect.
+        # There is no bias. The results are float32, so their own scale and zero point, 1.0 and 0,
+        # have no effect.
+        options: Any = (None, 1.0, 0, torch.float32, "none", [], "")
+        # The bytes in x have the scale 1.0 and the zero point 128.
         return torch.ops.onednn.qlinear_pointwise(
-            rows, 1.0, 128, self.packed, self.scales, self.zeros,
-            None, 1.0, 0, torch.float32, "none", [], "",
-        )  # fmt: skip
+            rows, 1.0, 128, self.packed, self.scales, self.zeros, *options
+        )
 
 
 class Int8WithoutVNNI(Int8Linear):
