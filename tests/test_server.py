@@ -276,10 +276,6 @@ def test_chunks(local):
         body = SHORT | {"stream": True, "stream_options": options}
         *chunks, done = local.post(COMPLETIONS, body).events
         assert done == "[DONE]" and not any("usage" in chunk for chunk in chunks)
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    *chunks, done = local.post(COMPLETIONS, body | {"stream_options": options}).events
-    counts = [json.loads(chunk)["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts) and counts[0] < counts[-1] == SHORT["max_tokens"], counts
 
     class Growing(list):
         """A list in which one more comes whenever it is read, as from the engine's thread."""
@@ -478,6 +474,7 @@ TOGETHER = [  # bodies, and the field that excludes another one
     ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
      "structured_outputs", "structured_outputs excludes response_format"),
     ({"stream": True, "stream_options": {"include_usage": 5}}, "stream_options", "bool"),
+    ({"stream_options": {"continuous_usage_stats": True}}, "stream_options", "continuous"),
 ]  # fmt: skip
 
 
@@ -1218,18 +1215,10 @@ def test_signals(monkeypatch, capsys):
     """Send a signal while requests run, wait to enter, or come late; and a second signal. Catches:
     a server that does not end, or without an error to clients that still wait; a request cut off
     that was not in the engine yet, or that came later; a second Ctrl-C that does nothing."""
-    soon, many = ("--shutdown-timeout", "0.5"), {"prompt": ["a"] * 3}
-    for stream in (False, True):  # the text so far, but a 503 where there is none
-        (answer,) = stopped(post(LONG | {"stream": stream}), *soon)
-        parts = [json.loads(event) for event in answer.events[:-1]] or [answer.json]
-        last = parts[-1]["choices"][0]
-        assert answer.status == 200 and last["finish_reason"] == "abort"
-        assert LONG["max_tokens"] > len("".join(p["choices"][0]["text"] for p in parts)) > 0
+    for stream in (False, True):
+        (answer,) = stopped(post(LONG | {"stream": stream}), "--shutdown-timeout", "0.3")
+        assert "stopping" in answer.fails(503) and (stream or answer.headers["Retry-After"])
     assert "stopping: 1 requests run" in capsys.readouterr().err
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "step", lambda self: time.sleep(0.1) or [])
-        (answer,) = stopped(post(LONG | many), *soon)
-    assert "stopping" in answer.fails(503) and answer.headers["Retry-After"]
     encode, begun, complete = TOKENIZER.encode, threading.Event(), Handler.complete
     slow = lambda *text: begun.set() or time.sleep(0.3) or encode(*text)  # noqa: E731
     with monkeypatch.context() as patch:

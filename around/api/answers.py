@@ -82,23 +82,20 @@ class Completion:
         in which nothing has come that can be sent.
 
         Args:
-            wait: returns when the engine has made progress, or some time has passed; True: the
-                answer ends here, whatever is missing.
+            wait: returns when the engine has made progress, or some time has passed.
 
         Raises:
             Problem: a sequence ended with an error.
         """
-        cut = finished = False
+        finished = False
         while not finished:
-            cut = wait()
+            wait()
             # Read this before the choices. In the other order, the last part of an output could
             # come in between, and would never be sent.
-            finished = cut or all(request.finished for request in self.requests)
-            news = [choice.take_new(cut) for choice in self.choices] if self.stream else []
-            usage = {"usage": self.usage()} if self.fields["continuous_usage_stats"] else {}
-            chunks = [self.base | dict(choices=[new]) | usage for new in news if new]
-            yield from chunks or [{}]
-        rest = [] if self.stream else [choice.take_new(cut) for choice in self.choices]
+            finished = all(request.finished for request in self.requests)
+            news = [choice.take_new() for choice in self.choices] if self.stream else []
+            yield from [self.base | dict(choices=[new]) for new in news if new] or [{}]
+        rest = [] if self.stream else [choice.take_new() for choice in self.choices]
         if self.fields["include_usage"]:
             yield self.base | dict(choices=rest, usage=self.usage())
 
@@ -152,11 +149,8 @@ class Choice:
     offset: int = 0
     ended: bool | None = None
 
-    def take_new(self, cut: bool = False) -> JSON:
+    def take_new(self) -> JSON:
         """Return what has been generated since the last call, or {} if that is nothing.
-
-        Args:
-            cut: end the choice here, with the finish_reason "abort".
 
         Raises:
             Problem: the sequence ended with an error.
@@ -164,7 +158,6 @@ class Choice:
         seq = self.seq
         reason = seq.finish_reason  # read first, because nothing changes after it is set
         self.check_reason(reason)
-        reason = "abort" if cut and not reason else reason
         # 1) read what is new. Slices are copies, as the engine's thread may append meanwhile
         is_scored = seq.params.logprobs is not None
         tokens = seq.tokens[self.num_tokens :] if is_scored else []

@@ -253,19 +253,16 @@ class Handler(Exchange):
         if self.stream:
             self.send("[DONE]")
 
-    def wait_for_news(self) -> bool:
-        """Wait until the engine has made progress, but not for long. Return whether the server is
-        stopping, and the grace period is over.
+    def wait_for_news(self) -> None:
+        """Wait until the engine has made progress, but not for long.
 
         Raises:
-            Problem: it is over, and there is nothing to send.
+            Problem: the server is stopping, and the grace period is over. The text so far is not
+                sent, as a proxy can ask another replica for all of it.
         """
         self.news.wait(0.3)
         self.news.clear()
-        over = self.server.over
-        has_begun = any(choice.seq.tokens for choice in self.completion.choices)
-        demand(has_begun or not over, 503, "the server is stopping")
-        return over
+        demand(not self.server.over, 503, "the server is stopping")
 
     # --- Checks -----------------------------------------------------------------------------------
 

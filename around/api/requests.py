@@ -147,7 +147,7 @@ def translate(given: JSON, chat: bool) -> JSON:
     """Return the fields of a body with their defaults, and add what the rest of this file reads:
 
         max_tokens, logprobs, structured_outputs   from fields that have other names in OpenAI's API
-        include_usage, continuous_usage_stats      out of stream_options
+        include_usage                              out of stream_options
         prompt_logprobs                            with `echo`, as many as logprobs. A body that
                                                    has this field is refused
 
@@ -160,9 +160,11 @@ def translate(given: JSON, chat: bool) -> JSON:
     for name, only in UNSUPPORTED.items():
         supported(name, fields.get(name, only), only)
     # A whole answer always has the usage.
-    for name in ("include_usage", "continuous_usage_stats"):
-        wants_usage = fields["stream_options"].get(name) or not fields["stream"]
-        fields[name] = check(f"stream_options[{name}]", wants_usage, bool)
+    options = fields["stream_options"]
+    wants_usage = options.get("include_usage") or not fields["stream"]
+    fields["include_usage"] = check("stream_options[include_usage]", wants_usage, bool)
+    every = "continuous_usage_stats"
+    supported(f"stream_options[{every}]", options.get(every) or False, False)
     if "max_completion_tokens" in fields:
         fields["max_tokens"] = fields["max_completion_tokens"]
     if chat:  # here `logprobs` is a bool, and `top_logprobs` the number
