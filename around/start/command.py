@@ -165,8 +165,8 @@ def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> i
     tokenizer = engine.tokenizer
     assert tokenizer
     params = replace(params, n=1).with_stop(tokenizer.chat_stop)
-    messages = [{"role": "system", "content": system}] if system else []
-    start = len(messages)  # the turns from here on may be forgotten
+    start = [{"role": "system", "content": system}] if system else []
+    messages = [*start]
     status = 0
     say(HELP)
     for line in iter(ask, ""):
@@ -174,28 +174,20 @@ def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> i
         if said in ("/exit", "/quit", "exit", "quit"):
             return status
         if said == "/new":
-            messages = messages[:start]
+            messages = [*start]
         elif said.startswith("/"):
             say(HELP)
-        if said.startswith("/") or not said:
-            continue
-        turns = [*messages, {"role": "user", "content": said}]
-        ids = tokenizer.encode_chat(turns)
-        # A quarter of the context is left for the reply.
-        while len(turns) > start + 1 and len(ids) > engine.max_seq_len * 3 // 4:
-            del turns[start : start + 2]  # a question and its reply
-            ids = tokenizer.encode_chat(turns)
-        try:
-            (sequence,) = engine.add_request(ids, params).outputs
-        except SettingError as error:  # such as a message that alone is too long
-            say(f"error: {error}")
-            continue
-        if turns[:-1] != messages:
-            say("the context is full: the oldest turns are forgotten")
-        status = stream(sequence, run_whole_steps(engine))
-        if status:
-            engine.abort(sequence.request)  # frees the blocks of what Ctrl-C has ended
-        messages = [*turns, {"role": "assistant", "content": sequence.text}]
+        elif said:
+            turns = [*messages, {"role": "user", "content": said}]
+            try:
+                (sequence,) = engine.add_request(tokenizer.encode_chat(turns), params).outputs
+            except SettingError as error:  # the chat, or this message alone, is too long
+                say(f"error: {error}; or begin a new chat by /new")
+                continue
+            status = stream(sequence, run_whole_steps(engine))
+            if status:
+                engine.abort(sequence.request)  # frees the blocks of what Ctrl-C has ended
+            messages = [*turns, {"role": "assistant", "content": sequence.text}]
     say("")  # Ctrl-D leaves the cursor behind "> "
     return status
 
