@@ -13,7 +13,7 @@ from typing import Any
 
 from around.folder import Ids, suggested_sampling
 from around.machine import Ranks, pick_device, progress
-from around.settings import BUNDLED, JSON, EngineArgs, SamplingParams, SettingError, check
+from around.settings import BUNDLED, JSON, EngineArgs, SamplingParams, blame, check
 from around.start import load_models, make_engine
 from scheduler import Request
 
@@ -73,12 +73,8 @@ class LLM:
         params = self._params_of(len(prompts), sampling_params, changes)
         self.requests: list[Request] = []
         for prompt, wish in zip(prompts, params):
-            try:
+            with blame(f"prompts[{len(self.requests)}]"):
                 self.requests.append(self.engine.prepare(prompt_of(prompt), wish))
-            except SettingError as error:
-                raise SettingError(
-                    f"prompts[{len(self.requests)}]", f"is refused: {error}"
-                ) from error
         try:
             for request in self.requests:
                 self.engine.submit(request)

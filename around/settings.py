@@ -128,7 +128,7 @@ def check_ids(name: str, ids: Iterable, vocab_size: int) -> None:
     wrong = [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]
     if wrong:
         raise SettingError(
-            name, f"has ids outside the model's vocabulary of {vocab_size}: {wrong[:9]}"
+            name, f"has ids that are no int, or outside the vocabulary of {vocab_size}: {wrong[:9]}"
         )
 
 
@@ -240,7 +240,7 @@ class SamplingParams:
                 "min_tokens", f"{self.min_tokens} is above max_tokens, {self.max_tokens}"
             )
         check_items("stop_token_ids", self.stop_token_ids, list | tuple, int, 0)
-        check_items("logit_bias", self.logit_bias, dict, int, 0)
+        check_items("logit_bias[id]", self.logit_bias, dict, int, 0)
         for i, bias in self.logit_bias.items():
             check(f"logit_bias[{i}]", bias, float, -100, 100)
 

@@ -107,7 +107,7 @@ def test_files(folder):
             edit(folder)
         (folder / "generation_config.json").unlink()
     for path in (folder / "typo", folder / WEIGHTS):
-        refused(path, "no such folder", "hf download", "GGUF", "transformers")
+        refused(path, "no model folder", "hf download", "GGUF", "transformers")
     adapter = folder / "adapter_config.json"
     adapter.write_text('{"peft_type": "LORA"}')
     refused(folder, "adapter_config.json", "adapters do not run here", "merge")
@@ -331,7 +331,12 @@ def test_shards(folder):
         refused(folder, *words)
     (folder / INDEX).write_text(json.dumps({"weight_map": places}))
     runs(load_model(folder))
-    second = folder / shards[1]
+    second = folder / "below" / shards[1]
+    second.parent.mkdir()
+    (folder / shards[1]).rename(second)
+    below = {name: each.replace(shards[1], f"below/{shards[1]}") for name, each in places.items()}
+    (folder / INDEX).write_text(json.dumps({"weight_map": below}))
+    runs(load_model(folder))
     second.write_bytes(second.read_bytes()[:-10])
     refused(folder, f"/{shards[1]}: ")
     second.unlink()

@@ -114,8 +114,8 @@ def test_good_values(tmp_path):
     for stored, calm in (({"max_new_tokens": 4}, {"temperature": 0.2, "top_p": 0.9}), (both, {})):
         (tmp_path / "generation_config.json").write_text(json.dumps(stored))
         found = {"max_tokens": 4} if calm else both
-        assert first_sampling(tmp_path, config)[0] == found | calm
-        assert first_sampling(tmp_path, None)[0] == suggested_sampling(tmp_path) == found
+        assert first_sampling(tmp_path, config) == found | calm
+        assert first_sampling(tmp_path, None) == suggested_sampling(tmp_path) == found
 
 
 # --- distribution() against a plain reference -----------------------------------------------------

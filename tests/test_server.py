@@ -675,8 +675,7 @@ def test_paths(local, monkeypatch, tmp_path):
         assert "POST" in local.send(method, CHAT).fails(405)
     for path in ("/", "/health", "/metrics", "/engine", "/v1/models", "/nothing", COMPLETIONS):
         head = local.get(path)
-        bare = local.send("HEAD", path)
-        assert (bare.status, bare.data) == (head.status, b"") and bare.headers["Content-Length"]
+        assert path == "/nothing" or local.send("HEAD", path).status == 405  # as in vLLM
         assert head.status == {"/nothing": 404, COMPLETIONS: 405}.get(path, 200)
         assert head.headers["Allow"] and head.headers["X-Content-Type-Options"] == "nosniff"
         found = head.headers["X-Frame-Options"], head.headers["Cache-Control"]

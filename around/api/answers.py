@@ -110,13 +110,17 @@ class Completion:
             prompt_tokens_details=dict(cached_tokens=sum(seq.cached for seq in self.firsts)),
         )
 
-    def summary(self) -> JSON:
-        """What the log says of it: no word of a prompt or an answer."""
-        first = self.firsts[0]
-        return self.usage() | dict(
-            first_token=round(first.times[1] - first.times[0], 3) if first.tokens else None,
-            id=self.base["id"],
-            user=str(self.fields.get("user", ""))[:100],
+    def summary(self, **line: Any) -> JSON:
+        """Add to a line of the log what it says of a completion: no word of a prompt or answer."""
+        made, *later = self.firsts[0].times
+        return (
+            line
+            | self.usage()
+            | dict(
+                first_token=round(later[0] - made, 3) if later else None,
+                id=self.base["id"],
+                user=str(self.fields.get("user", ""))[:100],
+            )
         )
 
 
@@ -279,8 +283,7 @@ def mark_thoughts(tokenizer: Tokenizer, seqs: list[EngineSequence], fields: JSON
             tail = str(fields["messages"][-1].get("content"))
         else:
             tail = tokenizer.decode(seqs[0].ids[-16:]).rstrip()[-len(begin) :]
-        _, found, rest = tail.rpartition(begin)
-        is_open = bool(found) and end not in rest
+        is_open = tail.rfind(begin) > tail.rfind(end)
         if is_open and seqs[0].params.structured_outputs:
             break
         for seq in seqs:

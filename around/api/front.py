@@ -16,6 +16,7 @@ import socket
 import time
 import traceback
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,7 +156,7 @@ LOCAL = rf"({LOOPBACK}|0\.0\.0\.0|\[::\])(:[0-9]*)? *"
 class Handler(Exchange):
     """A connection to one client, in a thread of its own: answers its request."""
 
-    completion: Any = None
+    summary: Callable = dict  # of a completion, for the log
 
     def handle(self) -> None:
         """Answer, then wait until the client closes: if this side closed first while the client
@@ -184,20 +185,19 @@ class Handler(Exchange):
             traceback.print_exc()
             self.send(Problem(500, "internal error").json, 500)
         finally:
-            # A page asks for /engine all the time.
-            if (self.status or self.completion) and (error or self.asked != "GET /engine"):
-                line = dict(
-                    time=time.strftime("%FT%TZ", time.gmtime()),
-                    # A proxy says for whom it asks.
-                    client=self.headers.get("X-Forwarded-For", self.client_address[0]),
-                    request=self.asked[:200],
-                    status=self.status,
-                    error=error,
-                    seconds=round(time.monotonic() - start, 3),
-                )
-                completed = self.completion.summary() if self.completion else {}
+            line = self.summary(
+                time=time.strftime("%FT%TZ", time.gmtime()),
+                # A proxy says for whom it asks.
+                client=self.headers.get("X-Forwarded-For", self.client_address[0]),
+                request=self.asked[:200],
+                status=self.status,
+                error=error,
+                seconds=round(time.monotonic() - start, 3),
+            )
+            # A page asks for /engine all the time, and many a client leaves at once.
+            if (error or self.asked != "GET /engine") and (self.status or "id" in line):
                 with suppress(OSError):  # if it cannot be written, the next answer is still sent
-                    say(json.dumps(line | completed))
+                    say(json.dumps(line))
             self.server.busy.discard(self)
 
     def route(self) -> None:
@@ -238,7 +238,7 @@ class Handler(Exchange):
         demand(not server.stopping, 503, "the server is stopping")
         completion = server.api.prepare(body, chat)
         self.check_queue(len(completion.requests))
-        self.completion = completion
+        self.summary = completion.summary
         self.stream = completion.stream
         self.news = Event()  # set when there may be something to send; see Server.wake
         server.incoming.update(completion.requests)

@@ -27,12 +27,13 @@ from around.api.answers import Problem, demand
 from around.settings import JSON, blame, check
 
 # The headers of each answer. X-Accel-Buffering keeps nginx from collecting the events of a stream
-# before it sends them on. The Content-Security-Policy, with which the page loads nothing from
-# elsewhere, is in page.html itself.
+# before it sends them on. Retry-After counts for a 429 and a 503. The Content-Security-Policy, with
+# which the page loads nothing from elsewhere, is in page.html itself.
 HEADERS = """\
 Connection: close
 Cache-Control: no-store
 Allow: GET, POST
+Retry-After: 1
 X-Accel-Buffering: no
 X-Content-Type-Options: nosniff
 X-Frame-Options: DENY
@@ -47,7 +48,7 @@ class Timed(socket.SocketIO):
     """What a client sends until `deadline`, on time.monotonic's clock. The socket's own timeout
     holds for each read: a client that sends a byte now and then would keep its thread."""
 
-    deadline = 0.0
+    deadline: float
 
     def readinto(self, buffer: Any) -> int | None:
         self._sock.settimeout(max(1e-3, self.deadline - time.monotonic()))  # type: ignore
@@ -72,7 +73,7 @@ class Exchange(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"  # so parse_request answers `Expect: 100-continue`
     timeout = 75  # seconds that a client may take to read a part of an answer
     disable_nagle_algorithm = True  # or a small event would wait until the last one is acknowledged
-    command = asked = ""
+    asked = ""
     stream = False
     status = 0
     headers = Message()
@@ -101,7 +102,7 @@ class Exchange(BaseHTTPRequestHandler):
         self.rfile = reader
         # Proxies may ask for a whole URL.
         path = re.sub("^https?://[^/]*", "", self.path).partition("?")[0]
-        self.asked = f"{self.command.replace('HEAD', 'GET')} {path}"
+        self.asked = f"{self.command} {path}"
 
     def send_error(self, *args: Any) -> None:
         """Raise a Problem: parse_request calls this, for more than 100 headers for example."""
@@ -133,10 +134,9 @@ class Exchange(BaseHTTPRequestHandler):
         data = bytearray()  # with bytes, each += would copy everything read so far
         size = 1
         while size:
-            line = self.rfile.readline(2**12)  # the size, and perhaps an extension
-            found: Any = re.match(rb"([0-9A-Fa-f]{1,8})[ \t]*(;.*)?\r\n", line)
-            demand(found, 400, "a chunk has no size")
-            size = int(found[1], 16)
+            line = self.rfile.readline(2**12)  # a semicolon begins an extension, which is ignored
+            demand(re.match(rb"[0-9A-Fa-f]{1,8}\s*(;.*)?\r\n", line), 400, "a chunk has no size")
+            size = int(line.partition(b";")[0], 16)
             self.check_size(len(data) + size)
             data += self.rfile.read(size + 2)[:-2]
         return data
@@ -173,14 +173,12 @@ class Exchange(BaseHTTPRequestHandler):
         if not self.status:
             self.status = status
             self.connection.settimeout(self.timeout)
-            head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\n{HEADERS}"
-            head += f"Content-Type: {content_type}\n"
-            if status in (429, 503):
-                head += "Retry-After: 1\n"
+            head = (
+                f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\n{HEADERS}"
+                f"Content-Type: {content_type}\n"
+            )
             if content_type != EVENTS:
                 head += f"Content-Length: {len(data)}\n"
-            if self.command == "HEAD":
-                data = b""
             data = f"{head}\n".replace("\n", "\r\n").encode() + data
         self.wfile.write(data)
 
@@ -192,6 +190,7 @@ def listen_at(host: str, port: int) -> socket.socket:
     :: both versions reach it.
     """
     is_v6 = ":" in host
-    family = socket.AF_INET6 if is_v6 else socket.AF_INET
     with blame(f"--host {host} --port {port}"):
-        return socket.create_server((host, port), family=family, dualstack_ipv6=is_v6)
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if is_v6 else socket.AF_INET, dualstack_ipv6=is_v6
+        )

@@ -7,6 +7,7 @@ knows the engine and no HTTP. Read: Metrics.
 import json
 from collections import Counter, defaultdict
 from itertools import pairwise
+from typing import Any
 
 from around.settings import JSON
 from scheduler import Engine, Request
@@ -78,7 +79,7 @@ class Metrics:
         """Put what the page shows into `snapshot`: which sequences run, which blocks they have,
         what sampling starts with, and whether the model has a chat template of its own. Only the
         engine's thread may call this. It takes some microseconds a sequence."""
-        engine = self.engine
+        engine: Any = self.engine
         running = [
             dict(
                 name=f"{seq.request.request_id}.{seq.request.outputs.index(seq)}",
@@ -100,6 +101,6 @@ class Metrics:
                 cached=engine.pool.cached,
                 running=running,
                 sampling=self.sampling,
-                has_chat_template=engine.tokenizer and not engine.tokenizer.is_bare,
+                has_chat_template=not engine.tokenizer.is_bare,
             )
         )

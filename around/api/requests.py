@@ -163,8 +163,8 @@ def translate(given: JSON, chat: bool) -> JSON:
     options = fields["stream_options"]
     wants_usage = options.get("include_usage") or not fields["stream"]
     fields["include_usage"] = check("stream_options[include_usage]", wants_usage, bool)
-    every = "continuous_usage_stats"
-    supported(f"stream_options[{every}]", options.get(every) or False, False)
+    asked = options.get("continuous_usage_stats") or False
+    supported("stream_options[continuous_usage_stats]", asked, False)
     if "max_completion_tokens" in fields:
         fields["max_tokens"] = fields["max_completion_tokens"]
     if chat:  # here `logprobs` is a bool, and `top_logprobs` the number
@@ -210,6 +210,7 @@ def check_message(message: JSON, name: str) -> None:
         content = message.get("content")
         if isinstance(content, list):
             for part in content:
+                check("a part of content", part, dict)
                 supported("content of type", part.get("type", "text"), "text")
                 check("text", part["text"], str)
         # The text of a turn can be nothing but calls, a thought, a refusal or an empty result.

@@ -35,17 +35,17 @@ def load_config(path: Path | str) -> Config:
             setting that does not run here.
     """
     file = Path(path) / "config.json"
-    if not file.parent.is_dir():
-        raise CheckpointError(
-            f"{path}: there is no such folder; `hf download OWNER/NAME --local-dir FOLDER` makes "
-            "one, and a GGUF file is made into one by transformers (from_pretrained with "
-            "gguf_file=NAME, then save_pretrained)"
-        )
     adapter = file.with_name("adapter_config.json")
     if adapter.exists():
         raise CheckpointError(
             f"{adapter}: adapters do not run here: merge a LoRA into its model (peft's "
             "merge_and_unload, then save_pretrained), or delete this file beside a whole model"
+        )
+    if not file.is_file():
+        raise CheckpointError(
+            f"{path}: no model folder, as it has no config.json; `hf download OWNER/NAME "
+            "--local-dir FOLDER` makes one, and a GGUF file is made into one by transformers "
+            "(from_pretrained with gguf_file=NAME, then save_pretrained)"
         )
     raw = read_json(file)
     with blame(file):
@@ -102,7 +102,11 @@ def eos_ids(*sources: JSON) -> tuple[int, ...]:
         ids = source.get("eos_token_id", [])
         found += ids if isinstance(ids, list) else [ids]
     return tuple(
-        i for i in dict.fromkeys(check_items("eos_token_id", found, list, int, -1)) if i >= 0
+        i
+        for i in dict.fromkeys(
+            check_items("eos_token_id, also of generation_config.json,", found, list, int, -1)
+        )
+        if i >= 0
     )
 
 
@@ -123,9 +127,9 @@ def suggested_sampling(path: Path | str) -> JSON:
     return found
 
 
-def first_sampling(path: Path | str, config: Config | None) -> tuple[JSON, str]:
-    """Return the sampling settings that a person starts with, and where they come from: the folder,
-    or for a chat with a small model whose folder suggests none, "small model".
+def first_sampling(path: Path | str, config: Config | None) -> JSON:
+    """Return the sampling settings that a person starts with: the folder's, or calm ones for a chat
+    with a small model whose folder suggests none.
 
     The API and LLM leave such a model at vLLM's temperature, 1, where it talks nonsense.
 
@@ -136,5 +140,5 @@ def first_sampling(path: Path | str, config: Config | None) -> tuple[JSON, str]:
     # Width times depth: 57,344 in Qwen3-1.7B, and 73,728 in Qwen2.5-3B.
     is_small = config and config.hidden_size * config.num_hidden_layers <= 60000
     if is_small and not found.keys() & SHAPING:
-        return found | dict(temperature=0.2, top_p=0.9), "small model"
-    return found, "the folder"
+        return found | dict(temperature=0.2, top_p=0.9)
+    return found

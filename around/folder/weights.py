@@ -110,7 +110,8 @@ def load_model(
             insert_quantised(model, files)
     # 4) Read the weights. to_empty erases inv_freq, and separates a tied lm_head's weight.
     tied = is_tied(model)
-    model.to_empty(device=device)
+    with blame(f"{path}: its weights need more memory"):
+        model.to_empty(device=device)
     model.inv_freq = rope_frequencies(config).to(device)
     if tied:
         model.lm_head.weight = model.embed_tokens.weight
@@ -212,7 +213,8 @@ def locate_tensors(path: Path) -> Files:
     files: Files = {}
     for shard in sorted({*places.values()}) or [whole]:
         file = path / shard
-        with blame(file), safe_open(file, "pt") as reader:
+        way_out = "download it again, or by git lfs pull"
+        with blame(f"{file}: {way_out}"), safe_open(file, "pt") as reader:
             for name in reader.keys():  # noqa: SIM118 (it is no dict)
                 # An index decides which shard is read, and a tensor that it leaves out is not
                 # read. Without an index, `places` is {} and all are read.
@@ -233,8 +235,9 @@ def read_index(path: Path) -> dict[str, str]:
             "read; convert .bin and .pth files"
         )
     with blame(file):
-        # A shard is read from the folder itself, whatever path the index gives.
-        return {name: Path(shard).name for name, shard in read_json(file)["weight_map"].items()}
+        # A shard may be in a folder below. No path leads out of the folder: "/../a" is "/a".
+        places = read_json(file)["weight_map"]
+        return {name: os.path.normpath(f"/{shard}")[1:] for name, shard in places.items()}
 
 
 def read_tensor(file: Path, name: str) -> Tensor:

@@ -53,18 +53,12 @@ def asked_of(args: Namespace, ranks: Ranks) -> Asked:
     engine_args = EngineArgs(**settings.given(EngineArgs, args))
     flags = settings.given(SamplingParams, args)
     folder = engine_args.checkpoint
-    defaults, source = first_sampling(folder, load_config(folder) if args.chat else None)
-    sources = (
-        {"temperature": "the default"}
-        | dict.fromkeys(defaults, source)
-        | dict.fromkeys(flags, "a flag")
-    )
+    chosen = first_sampling(folder, load_config(folder) if args.chat else None) | flags
     if args.chat:  # without another limit, only the context ends a reply
-        defaults = {"max_tokens": 2**31} | defaults
-    params = SamplingParams(**defaults | flags)
-    summary = "sampling: " + ", ".join(
-        f"{name} {getattr(params, name):g} ({sources[name]})" for name in SHAPING if name in sources
-    )
+        chosen = {"max_tokens": 2**31} | chosen
+    params = SamplingParams(**chosen)
+    shown = [name for name in SHAPING if name == "temperature" or name in chosen]
+    summary = "sampling: " + ", ".join(f"{name} {getattr(params, name):g}" for name in shown)
     text = read_prompt(args, ranks)
     if args.system and not args.chat:
         raise ValueError("--system needs --chat")
