@@ -4,8 +4,8 @@ The keys and values of past tokens never change, so they are computed once and k
 costs one token instead of the whole text (Pope et al. 2022, arXiv:2211.05102, section 3.3, counts
 the bytes). A slab suits sequences whose longest length is known. Where many sequences come, grow
 and leave, use paged.py. This file knows the model's config and how to call attention; it knows
-nothing about text or about who is being served. Read: StaticCache.plan, Slab.attend. The form in
-which a key is stored can wait; paged.py uses it too. Next: sampling.py.
+nothing about text or about who is being served. Read: StaticCache.plan, StaticLayerCache.attend.
+The form in which a key is stored can wait; paged.py uses it too. Next: sampling.py.
 
     position    0    1    2    3    4    5    6    7        capacity 8
     slab       the  cat  sat  on    .    .    .    .        "on" runs: it is written to slot 3
@@ -23,7 +23,7 @@ BUCKET = 64  # positions; a forward reads a multiple of this many, see StaticCac
 
 
 @dataclass
-class Slab(LayerCache):
+class StaticLayerCache(LayerCache):
     """One layer's slab, with a row per sequence, and the plan of one forward. Slot s holds position
     s.
 
@@ -93,7 +93,7 @@ class StaticCache:
             slab.zero_()
         self.slots = torch.arange(num_slots, device=model.device)  # last, as it always fits
 
-    def plan(self, start: int, end: int) -> tuple[Tensor, list[Slab]]:
+    def plan(self, start: int, end: int) -> tuple[Tensor, list[StaticLayerCache]]:
         """Plan a forward over positions start .. end - 1 of each sequence.
 
         The forward reads only the slots before `end`, with `end` rounded up to a multiple of
@@ -101,7 +101,7 @@ class StaticCache:
         the whole slab.
 
         Returns:
-            The positions, (B, T), and one Slab per layer for this forward.
+            The positions, (B, T), and one StaticLayerCache per layer for this forward.
 
         Raises:
             ValueError: `end` is more than the capacity.
@@ -116,7 +116,7 @@ class StaticCache:
         num_read = -(-end // BUCKET) * BUCKET  # rounded up
         masks = Masks(self.config, new[None], self.slots[None, :num_read], self.dtype)
         layers = [
-            Slab(kv, new, masks, view)
+            StaticLayerCache(kv, new, masks, view)
             for kv, view in zip(self.slabs, self.config.views, strict=True)
         ]
         return new.expand(self.batch_size, -1), layers

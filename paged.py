@@ -7,7 +7,7 @@ never come, and sequences with the same beginning share blocks. The first part o
 integers: who owns which block. The second is tensors: what a block holds, and a forward over rows
 of many sequences. The file knows nothing about requests or text. Papers: Kwon et al. 2023
 (PagedAttention, arXiv:2309.06180), Zheng et al. 2023 (prefix sharing, arXiv:2312.07104). Read:
-BlockTable, BlockPool; then Row, Blocks, Runner. Next: scheduler.py.
+BlockTable, BlockPool; then Row, PagedLayerCache, Runner. Next: scheduler.py.
 
 The M new tokens of all sequences are laid end to end and run as a batch of one: (1, M).
 Attention takes them apart again, into rows; a row is one sequence's share of the forward, with T
@@ -208,7 +208,7 @@ class Row(NamedTuple):
 
 
 @dataclass
-class Blocks(LayerCache):
+class PagedLayerCache(LayerCache):
     """One layer's keys and values in blocks, and the plan of one forward.
 
     Attributes:
@@ -280,15 +280,15 @@ class Runner:
         for kv in self.kv:
             kv[:, new] = kv[:, old]
 
-    def plan(self, rows: list[Row]) -> tuple[Tensor, Tensor, list[Blocks], Tensor]:
+    def plan(self, rows: list[Row]) -> tuple[Tensor, Tensor, list[PagedLayerCache], Tensor]:
         """Plan one forward over the new tokens of several sequences, side by side.
 
         Decoding and prefill are not told apart.
 
         Returns:
-            The tokens and their positions, (1, M) int64 each; one Blocks per layer, for this
-            forward; and the indices of the tokens whose logits are wanted. All in the order of the
-            rows.
+            The tokens and their positions, (1, M) int64 each; one PagedLayerCache per layer, for
+            this forward; and the indices of the tokens whose logits are wanted. All in the order of
+            the rows.
 
         Example: block_size 4, rows ([7, 2], 5, [a]), ([3], 2, [b]), ([0, 1], 4, [c, d, e]):
             tokens [a, b, c, d, e], positions [5, 2, 4, 5, 6], slots [9, 14, 4, 5, 6],
@@ -307,7 +307,7 @@ class Runner:
         tensor = partial(torch.tensor, device=self.model.device)
         places = tensor(slots)
         layers = [
-            Blocks(kv, places, rows, self.model, view)
+            PagedLayerCache(kv, places, rows, self.model, view)
             for kv, view in zip(self.kv, self.model.config.views, strict=True)
         ]
         return tensor([tokens]), tensor([positions]), layers, tensor(select)

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from around.fast import attending, compiling
-from around.fast.attending import FastBlocks, fast_layers, groups_of
+from around.fast.attending import FastLayerCache, fast_layers, groups_of
 from around.fast.compiling import step_of
 from kv_cache import StaticCache, from_stored, to_stored
 from model import Config, Masks, Transformer, View, attention
-from paged import BlockPool, Blocks, BlockTable, Row, Runner
+from paged import BlockPool, PagedLayerCache, BlockTable, Row, Runner
 from tools.books import audit_pool
 
 
@@ -261,8 +261,8 @@ def shapes(runner, rows):
 
 
 def slow_paged_attention(q, k, v, pool, rows, config):
-    """Compute row after row, position after position, what Blocks does for all at once. Takes the
-    rows in the order of their tokens, writes to the pool, and returns (1, N, T, H)."""
+    """Compute row after row, position after position, what PagedLayerCache does for all at once.
+    Takes the rows in the order of their tokens, writes to the pool, and returns (1, N, T, H)."""
     k_pool, v_pool = pool.chunk(2)
     size, at, out, view = pool.shape[2], 0, [], config.views[-1]
     for blocks, start, ids, _ in rows:
@@ -318,7 +318,7 @@ def test_paged_attention_equals_its_slow_twin(way, window, monkeypatch):
         plan = runner.plan(rows)
         tokens, positions, layers, select = plan
         if way in ("fast", "mixed"):
-            kind = FastBlocks if way == "fast" else compiling.MixedBlocks
+            kind = FastLayerCache if way == "fast" else compiling.MixedLayerCache
             layers = fast_layers(*plan, blocks=kind)
             assert all(type(layer) is kind for layer in layers)
         if way == "step":
@@ -381,7 +381,7 @@ def test_rows_that_stand_together(monkeypatch):
     def counts_of(rows, size, most):
         monkeypatch.setattr(attending, "max_blocks", lambda _: most)
         runner = runner_of(80, size)
-        groups = [*groups_of(Blocks(runner.kv[0], None, rows, runner.model, View()))]
+        groups = [*groups_of(PagedLayerCache(runner.kv[0], None, rows, runner.model, View()))]
         assert [row for group in groups for row in group.rows] == rows
         return [len(group.rows) for group in groups]
 

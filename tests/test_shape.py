@@ -14,9 +14,9 @@ import tokenize
 
 from conftest import DRAFT, ROOT
 
-from around.fast.attending import FastBlocks, PromptSlab, StepBlocks
-from kv_cache import Slab
-from paged import Blocks
+from around.fast.attending import FastLayerCache, PromptLayerCache, StepLayerCache
+from kv_cache import StaticLayerCache
+from paged import PagedLayerCache
 
 # Each room imports those before it alone, also inside functions.
 ORDER = [
@@ -90,10 +90,15 @@ def test_fast_paths_override_two_methods():
     """Look for what each fast class overrides of the root's. Catches: a fast class that also
     changes what a class of the root plans or keeps: who edits the root would see no effect, and
     could not know why."""
-    found = [kind for base in (Slab, Blocks) for kind in derived(base)]
-    assert {PromptSlab, FastBlocks, StepBlocks} <= {*found}
+    found = [kind for base in (StaticLayerCache, PagedLayerCache) for kind in derived(base)]
+    assert {PromptLayerCache, FastLayerCache, StepLayerCache} <= {*found}
     for kind in found:
-        of_root = {name for base in (Slab, Blocks) if issubclass(kind, base) for name in dir(base)}
+        of_root = {
+            name
+            for base in (StaticLayerCache, PagedLayerCache)
+            if issubclass(kind, base)
+            for name in dir(base)
+        }
         made = {name for name in vars(kind) if not name.startswith("__")}
         assert made & of_root <= {"attend", "attend_row"}, kind
 

@@ -208,7 +208,8 @@ class Handler(Exchange):
         demand(
             asked in ROUTES,
             405 if path in PATHS else 404,
-            f"there is no {asked:.100}: there are {', '.join(ROUTES)}",
+            f"there is no {asked:.100}: there are {', '.join(ROUTES)}; docs/serving.md says how "
+            "clients of /v1/responses use chats",
         )
         if path not in ("/", "/health"):
             self.check_key()

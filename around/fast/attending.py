@@ -1,10 +1,11 @@
-"""How the caches attend fast: what kv_cache.Slab and paged.Blocks compute, sooner.
+"""How the caches attend fast: what StaticLayerCache and PagedLayerCache compute, sooner.
 
 attend_fast adds a hook to a model, which replaces the layers of a cache before each forward. So the
 caches do not know of this file, and without it the tokens are the same. What replaces a class of
 the root overrides how it attends, and stores as it does. Attention itself is model.attention,
 whatever the path, so a change there holds for all of them. Read: fast_layers, groups_of, Group,
-FastBlocks, attend_to_prompt. What a compiled step does (StepBlocks, attend_to_blocks) can wait.
+FastLayerCache, attend_to_prompt. What a compiled step does (StepLayerCache, attend_to_blocks) can
+wait.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,9 +16,9 @@ import torch
 from torch import Tensor
 
 from around.settings import CHUNK
-from kv_cache import Slab, from_stored
+from kv_cache import StaticLayerCache, from_stored
 from model import Masks, Transformer, View, attention, products, softcap
-from paged import Blocks, Row
+from paged import PagedLayerCache, Row
 
 from . import packed
 
@@ -49,18 +50,18 @@ def fast_layers(
     """Return the layers of a cache as they attend fast, where that pays.
 
     Args:
-        blocks: what replaces Blocks; None: FastBlocks.
+        blocks: what replaces PagedLayerCache; None: FastLayerCache.
     """
     first = layers[0]
-    if type(first) is Slab and tokens.is_cpu and tokens.shape[1] >= PROMPT:
-        return [PromptSlab(**vars(layer)) for layer in layers]
-    if type(first) is not Blocks:
+    if type(first) is StaticLayerCache and tokens.is_cpu and tokens.shape[1] >= PROMPT:
+        return [PromptLayerCache(**vars(layer)) for layer in layers]
+    if type(first) is not PagedLayerCache:
         return layers
     groups = {
         view: [*groups_of(layer)] for view, layer in {layer.view: layer for layer in layers}.items()
     }
     return [
-        (blocks or FastBlocks)(**vars(layer) | {"rows": groups[layer.view]}) for layer in layers
+        (blocks or FastLayerCache)(**vars(layer) | {"rows": groups[layer.view]}) for layer in layers
     ]
 
 
@@ -78,7 +79,7 @@ def max_blocks(kv: Tensor) -> int:
     return MAX_COPY * (1 if kv.is_cpu else 16) // kv[:, 0].nbytes
 
 
-def groups_of(layer: Blocks) -> Iterator["Group"]:
+def groups_of(layer: PagedLayerCache) -> Iterator["Group"]:
     """Split a layer's rows into groups, which serve all layers that have its view. Attention runs
     once for each, as one batch.
 
@@ -114,7 +115,7 @@ class Group:
         starts: the positions at which the rows' first blocks begin.
     """
 
-    def __init__(self, rows: list[Row], layer: Blocks) -> None:
+    def __init__(self, rows: list[Row], layer: PagedLayerCache) -> None:
         self.rows = rows
         self.layer = layer
         self.ids = rows[0].ids * len(rows)
@@ -140,7 +141,7 @@ class Group:
         return Masks(model.config, q_pos, k_pos, model.dtype)[self.layer.view]
 
 
-class FastBlocks(Blocks):
+class FastLayerCache(PagedLayerCache):
     """One layer's keys and values in blocks. `rows` are Groups. Rows are copied a few at a time: a
     short copy is still in the processor's cache when attention reads it."""
 
@@ -161,10 +162,11 @@ class FastBlocks(Blocks):
         return attention(q, k, v, group.mask, self.view.kernel)
 
 
-class StepBlocks(Blocks):
+class StepLayerCache(PagedLayerCache):
     """One layer's keys and values in blocks, for one new token in each row, compiled as a part of
     the model's layer. It has nothing but the cap of its view and the tensors that the compiler
-    sees: kv and slots of Blocks, a group's table, and its mask, (B, 1, N / K, W, block size)."""
+    sees: kv and slots of PagedLayerCache, a group's table, and its mask, (B, 1, N / K, W, block
+    size)."""
 
     def __init__(self, cap: float | None, *tensors: Tensor) -> None:
         self.cap = cap
@@ -199,7 +201,7 @@ def attend_to_blocks(
 
     Args:
         q: (B, N, 1, H).
-        kv: as of Blocks.
+        kv: as of PagedLayerCache.
         table: (B, W), as of Group.
         mask: (B or 1, 1, N / K, W, block size); see model.Masks.
         cap: see model.View.
@@ -231,7 +233,7 @@ def attend_to_blocks(
 # --- Prompts --------------------------------------------------------------------------------------
 
 
-class PromptSlab(Slab):
+class PromptLayerCache(StaticLayerCache):
     """One layer's slabs, for a prompt."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

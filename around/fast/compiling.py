@@ -5,12 +5,12 @@ that makes one graph of a forward, in which all layers are calls of the same cod
 step to step, such as how a prompt attends, is hidden from the compiler:
 
     show_steps      a hook, not compiled: each layer's cache becomes what the compiler sees
-                        a step           StepBlocks    kv, slots, table, mask
+                        a step           StepLayerCache    kv, slots, table, mask
                         any other        Opaque        a number, which stands for layer.attend
     forward         compiled: Transformer.forward, in which each layer is a
       Region.forward    and calls
         run             one piece of code for all layers, whose Attention calls one of
-          StepBlocks.attend     loops over the blocks, a part of that code
+          StepLayerCache.attend     loops over the blocks, a part of that code
           Opaque.attend         the operator `opaque`, which calls layer.attend, not compiled
                     and whose Linears, packed, call `opaque` too, for oneDNN's product
 
@@ -31,14 +31,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from around.machine import progress
 from around.settings import CHUNK, blame, supported
-from kv_cache import BUCKET, Slab, StaticCache
+from kv_cache import BUCKET, StaticLayerCache, StaticCache
 from model import Layer, LayerCache, NoCache, Transformer
-from paged import Blocks, Row, Runner
+from paged import PagedLayerCache, Row, Runner
 
 from .attending import (
-    FastBlocks,
+    FastLayerCache,
     Group,
-    StepBlocks,
+    StepLayerCache,
     attend_to_blocks,
     fast_layers,
     max_blocks,
@@ -149,9 +149,9 @@ class Region(Layer):
 def run(
     layer: Layer, cap: float | None, x: Tensor, cos: Tensor, sin: Tensor, *tensors: Tensor
 ) -> Tensor:
-    """Run a layer, which gets nothing but the tensors of its cache: those of a StepBlocks,
+    """Run a layer, which gets nothing but the tensors of its cache: those of a StepLayerCache,
     or the number of an Opaque."""
-    cache = StepBlocks(cap, *tensors) if len(tensors) > 1 else Opaque(None, *tensors)
+    cache = StepLayerCache(cap, *tensors) if len(tensors) > 1 else Opaque(None, *tensors)
     return Layer.forward(layer, x, cos, sin, cache)
 
 
@@ -168,33 +168,35 @@ def show_steps(
       to take a scale apart into bytes; then steps are not replayed either.
     """
     first = layers[0]
-    if not tokens.is_cpu and isinstance(first, Slab) and first.kv.dtype != torch.int8:
+    if not tokens.is_cpu and isinstance(first, StaticLayerCache) and first.kv.dtype != torch.int8:
         masks: Any = {layer.view: first.masks[layer.view] for layer in layers}
         return [replace(layer, masks=masks) for layer in layers]
     mark_dynamic(tokens, 1)
     mark_dynamic(positions, 1)
-    if type(first) is Blocks:  # any number of tokens may need logits, one included
+    if type(first) is PagedLayerCache:  # any number of tokens may need logits, one included
         torch._dynamo.decorators.mark_unbacked(select[0], 0)
     steps: Any = tokens.is_cpu and step_of(model, positions, layers)
     if steps:
         return steps
-    layers = fast_layers(tokens, positions, layers, blocks=MixedBlocks)
+    layers = fast_layers(tokens, positions, layers, blocks=MixedLayerCache)
     return [Opaque(layer.attend) for layer in layers]
 
 
-def step_of(model: Transformer, positions: Tensor, layers: list) -> list[StepBlocks] | None:
+def step_of(model: Transformer, positions: Tensor, layers: list) -> list[StepLayerCache] | None:
     """Plan a step, for `run`. None: the forward is no step that can be one group, or the cache is
     one that this file does not know."""
-    if type(layers[0]) is Slab and positions.shape == (1, 1):
+    if type(layers[0]) is StaticLayerCache and positions.shape == (1, 1):
         # The slab of one sequence is blocks of BUCKET slots, side by side. There are two or more,
         # as StaticCache adds one that is never read.
         row = Row([*range(int(positions) // BUCKET + 1)], int(positions), [0])
         layers = [
-            Blocks(each.kv[0].unflatten(1, (-1, BUCKET)), each.slots, [row], model, each.view)
+            PagedLayerCache(
+                each.kv[0].unflatten(1, (-1, BUCKET)), each.slots, [row], model, each.view
+            )
             for each in layers
         ]
     first = layers[0]
-    if type(first) is not Blocks or positions.shape[1] > len(first.rows):
+    if type(first) is not PagedLayerCache or positions.shape[1] > len(first.rows):
         return None
     # If some rows are much longer than others, the padding would take longer than several calls.
     widths = [row.num_blocks(first.kv.shape[2]) for row in first.rows]
@@ -206,12 +208,12 @@ def step_of(model: Transformer, positions: Tensor, layers: list) -> list[StepBlo
         for view, layer in {layer.view: layer for layer in layers}.items()
     }
     return [
-        StepBlocks(layer.view.cap, mark_dynamic(layer.kv, 1, 2), slots, *plans[layer.view])
+        StepLayerCache(layer.view.cap, mark_dynamic(layer.kv, 1, 2), slots, *plans[layer.view])
         for layer in layers
     ]
 
 
-class MixedBlocks(FastBlocks):
+class MixedLayerCache(FastLayerCache):
     """One layer's keys and values in blocks, for a forward that is no step. Rows with one new token
     attend as in a step, which copies nothing. (A single one would be compiled as a case of its
     own.)"""
@@ -274,7 +276,7 @@ class Replayed:
     ) -> Tensor:
         """Do what Transformer.forward does, without gradients. `select` is one tensor, or is left
         out."""
-        if not layers or not isinstance(layers[0], Slab) or tokens.shape[1] > 1:
+        if not layers or not isinstance(layers[0], StaticLayerCache) or tokens.shape[1] > 1:
             return self.forward(tokens, positions, layers, *select)
         graphs = self.graphs.setdefault(layers[0].kv, {})
         reads = self.reads(tokens, positions, layers, *select)
