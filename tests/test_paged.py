@@ -20,7 +20,7 @@ from around.fast.attending import FastLayerCache, fast_layers, groups_of
 from around.fast.compiling import step_of
 from kv_cache import StaticCache, from_stored, to_stored
 from model import Config, Masks, Transformer, View, attention
-from paged import BlockPool, PagedLayerCache, BlockTable, Row, Runner
+from paged import BlockPool, BlockTable, PagedLayerCache, Row, Runner
 from tools.books import audit_pool
 
 

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from around.machine import progress
 from around.settings import CHUNK, blame, supported
-from kv_cache import BUCKET, StaticLayerCache, StaticCache
+from kv_cache import BUCKET, StaticCache, StaticLayerCache
 from model import Layer, LayerCache, NoCache, Transformer
 from paged import PagedLayerCache, Row, Runner
 
