@@ -23,7 +23,6 @@ from around.api.function_calls import FORMS, Form, Reader, Tools, form_in
 from around.api.requests import API
 from around.folder import Detokenizer, Tokenizer
 from around.machine import Ranks
-from around.settings import SamplingParams
 from around.start import make_engine
 from scheduler import Proposer
 from server import Server, parse_args
@@ -454,7 +453,7 @@ def test_the_command_line(local: Local, name: str) -> None:
     """--tool-format names a form, whatever the template shows."""
     wanted = form(name)
     args = parse_args(["--tool-format", name])
-    assert API(local.engine, "x", SamplingParams(), args.tool_format).form is wanted
+    assert API(local.engine, "x", {}, args.tool_format, None).form is wanted
 
 
 OTHERS = {
