@@ -19,9 +19,9 @@ from model import MLP, Config, Transformer
 def add_experts(model: Transformer) -> None:
     """Replace the MLP by experts in each layer for which the model's config asks for them."""
     config = model.config
-    for i, block in enumerate(model.layers):
+    for i, layer in enumerate(model.layers):
         if i not in config.mlp_only_layers and (i + 1) % config.decoder_sparse_step == 0:
-            block.mlp = SparseMLP(config)
+            layer.mlp = SparseMLP(config)
 
 
 class SparseMLP(nn.Module):

@@ -321,8 +321,7 @@ def attention(
     Args:
         q: (B, N, T, H).
         k, v: (B, K, S, H), where K divides N.
-        mask: (B or 1, 1, N / K * T, S), which is added to the scores; see Masks. One of around/fast
-            may cover the last keys only: then all queries see those before.
+        mask: (B or 1, 1, N / K * T, S), which is added to the scores; see Masks and products().
         kernel: what computes it, such as a view's; around/fast has others.
 
     Returns:
@@ -344,8 +343,9 @@ def products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, cap: float | None = 
     Args:
         q: (B, K, N / K * T, H).
         k, v: (B, K, S, H).
-        mask: (..., N / K * T, S or fewer), added to the scores of the last keys. It comes after the
-            cap: tanh(-inf) is -1, so what is hidden would be seen again.
+        mask: (..., N / K * T, S or fewer), added to the scores of the last keys; around/fast leaves
+            out keys that all queries see. It comes after the cap: tanh(-inf) is -1, so what is
+            hidden would be seen again.
 
     Returns:
         (B, K, N / K * T, H).

@@ -5,7 +5,7 @@ draws from the same `distribution`. settings.SamplingParams lists what a request
 file knows nothing of the model but its config. Papers: Holtzman et al. 2019 (top-p,
 arXiv:1904.09751), Nguyen et al. 2024 (min-p, arXiv:2407.01082), Keskar et al. 2019 (repetition
 penalty, arXiv:1909.05858). Read: sample, choose_ids, distribution, keep_likeliest, draw, uniform;
-then Sequence. Next: generate.py.
+then Sequence (settings.SamplingParams and text.TextStream first). Next: generate.py.
 """
 
 import copy

@@ -223,7 +223,7 @@ def step_budget(limits: Limits, model: Transformer, proposer: Proposer) -> tuple
 
 
 class Engine:
-    """Runs many requests at once, step by step. One thread must make all calls but prepare().
+    """Runs many requests at once, step by step. One thread must make all calls that change it.
 
     Attributes:
         max_seq_len: the longest prompt and output together. The pool has blocks enough for all of

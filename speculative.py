@@ -4,7 +4,8 @@ Decoding reads every weight to make one token. A forward that checks five tokens
 weight only once. So something cheap guesses k tokens, and the model runs over all of them at once.
 It keeps the guesses up to the first that it disagrees with, and adds one token of its own.
 Rejection sampling decides which guesses to keep, in such a way that the output has exactly the
-distribution that it has without guesses. At temperature 0 the tokens themselves are the same.
+distribution that it has without guesses. At temperature 0 the tokens themselves are the same, but
+for rounding.
 
     ids        the  cat                     known; "cat" has not been run yet
     guesses              sat  on   a        drawn from a draft's distribution q, or looked up: q = 1

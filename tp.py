@@ -26,7 +26,7 @@ forward it broadcasts the integers that describe the forward, and the other rank
 A rank holds and reads 1/n of the weights, and the whole embedding, of which a step reads a few
 rows. So n ranks are up to n times as fast where exchanges are quick. Over gloo on two CPU cores the
 exchanges of a step, 45 for 22 layers, cost more time than the sharing saves (`torchrun ...
-tools/bench.py latency`). Read: shard, Leader, lead, follow, join.
+tools/bench.py latency`). Read: shard, Leader, lead, follow; then join, in around/start/ranks.py.
 """
 
 import json
@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from around.folder import Empty, Files, build, is_tied
 from around.machine import ctrl_c_held_back
-from around.settings import JSON, CheckpointError, blame, supported
+from around.settings import JSON, InputError, blame, supported
 from model import Config, Transformer
 from paged import Row, Runner
 
@@ -66,7 +66,7 @@ def shard(
         The share, with plain Linears, and the files that it reads.
 
     Raises:
-        CheckpointError: a size cannot be shared evenly. No weight has been read yet.
+        InputError: a size cannot be shared evenly. No weight has been read yet.
 
     Example: 4 query heads and 2 kv heads of 8 channels on 4 ranks. Rank 3 reads rows 24..31 of q
         and columns 24..31 of o. Two ranks share a kv head, so it reads rows 8..15 of k and v
@@ -110,7 +110,7 @@ def share_sizes(c: Config, world_size: int) -> JSON:
     """Return the sizes in a rank's config that differ from the whole model's.
 
     Raises:
-        CheckpointError: a size cannot be shared evenly.
+        InputError: a size cannot be shared evenly.
     """
     # This norm takes a mean over all heads, which would need another exchange.
     supported("wide_qk_norm under torchrun", c.wide_qk_norm, False)
@@ -123,7 +123,7 @@ def share_sizes(c: Config, world_size: int) -> JSON:
     )
     uneven = {name: size for name, size in sizes.items() if size % world_size}
     if uneven:
-        raise CheckpointError(
+        raise InputError(
             f"{uneven} cannot be shared evenly by {world_size} ranks: take a common divisor"
         )
     return {name: size // world_size for name, size in sizes.items()}

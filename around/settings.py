@@ -53,7 +53,7 @@ def check(name: str, value: Any, kind: Any, least: float | None = None, most: fl
     """
     if least is None and kind in RANGES:
         least, most = RANGES[kind]
-    types = int | kind if isinstance(1.0, kind) else kind
+    types = int | kind if isinstance(1.0, kind) else kind  # where a float may be, so may an int
     is_right = isinstance(value, types) and (kind is bool or type(value) is not bool)
     if is_right and (value is None or least is None or least <= value <= most):
         return value
@@ -67,7 +67,7 @@ def supported(name: str, value: Any, *known: Any) -> Any:
     None, "", [] and {} mean that a setting is left out, so the list does not contain them.
     """
     if value not in known:
-        names = sorted({str(each) for each in known if each or each is False})
+        names = sorted({str(each) for each in known if each or each == 0})
         way_out = f"supported: {', '.join(names)}" if names else "leave it out"
         raise SettingError(name, f"{value!r:.100} is not supported; {way_out}")
     return value
@@ -132,14 +132,14 @@ def check_ids(name: str, ids: Iterable, vocab_size: int) -> None:
         )
 
 
-class CheckpointError(ValueError):
+class InputError(ValueError):
     """A checkpoint, or something else from outside, cannot be used: a prompt file, a chat template,
     the other ranks. The message is for the user."""
 
 
 @contextmanager
 def blame(what: Path | str) -> Iterator[None]:
-    """Turn any exception raised inside into a CheckpointError that begins with `what`.
+    """Turn any exception raised inside into a InputError that begins with `what`.
 
     For a damaged file, parsers raise exceptions of many kinds.
 
@@ -150,7 +150,7 @@ def blame(what: Path | str) -> Iterator[None]:
         yield
     except Exception as error:
         text = str(error) if isinstance(error, ValueError | OSError) else repr(error)
-        raise CheckpointError(f"{what}: {text}") from error
+        raise InputError(f"{what}: {text}") from error
 
 
 def read_json(path: Path) -> JSON:
@@ -295,6 +295,9 @@ class Limits:
     # step. It is not read if max_num_batched_tokens is set.
     small_chunk: int | None = None
     kv_dtype: str = setting("auto", "keys and values; auto: as --dtype", choices=("auto", "int8"))
+    kv_memory: float = setting(
+        0.5, "memory for the cache: bytes (4e9), or a share of the free memory if below 1"
+    )
     block_size: int = setting(16, "tokens in a block of the cache")
     num_blocks: int | None = setting(None, "blocks in the cache, instead of --kv-memory")
 
@@ -306,9 +309,6 @@ class Limits:
 class EngineArgs(Limits):
     """Which model to run, and how."""
 
-    kv_memory: float = setting(
-        0.5, "memory for the cache: bytes (4e9), or a share of the free memory if below 1"
-    )
     plain: bool = setting(
         False, "run the root's code alone, without around/fast", action="store_true"
     )

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import folders
 from around.folder import Tokenizer, build, load_config, load_model, suggested_sampling
-from around.settings import BUNDLED, CheckpointError, SamplingParams
+from around.settings import BUNDLED, InputError, SamplingParams
 from model import Transformer
 from sampling import Sequence, distribution
 
@@ -72,7 +72,7 @@ def chapter(lesson: Lesson) -> dict[str, object]:
             file.write_text(json.dumps(raw | {key: value}))
             try:
                 differ[key] = int((logits_of(file.parent).argmax(-1) != right).sum())
-            except CheckpointError as error:
+            except InputError as error:
                 # The message begins with the path of a temporary folder.
                 lesson.say(f"{key}, refused: {str(error).partition(': ')[2].splitlines()[0]}")
         lesson.bars("loaded without an error: next tokens that differ, of 256", differ)

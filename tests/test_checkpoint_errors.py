@@ -1,4 +1,4 @@
-"""Damaged checkpoints: each must end in one CheckpointError that names the file and the cause.
+"""Damaged checkpoints: each must end in one InputError that names the file and the cause.
 
 Never another exception, never a hang or a machine out of memory, never a quiet load of something
 else, and never a line of code run from a file.
@@ -24,7 +24,7 @@ from test_model import GRANITE
 from tiny import tiny_folder
 
 from around.folder import families, load_config, load_model
-from around.settings import CheckpointError
+from around.settings import InputError
 
 RAW = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64,
@@ -72,11 +72,11 @@ def edit(folder, **changes):
 
 
 def refused(folder, *words, **changes):
-    """Load, with these changes of config.json, expecting a CheckpointError with all the words, in
+    """Load, with these changes of config.json, expecting a InputError with all the words, in
     one line unless it lists tensors. Less the folder's path, in which pytest puts test names."""
     if changes:
         edit(folder, **changes)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(InputError) as caught:
         load_model(folder)
         pytest.fail(f"it loads: {words} {changes}")
     message = str(caught.value).replace(str(folder), "")
@@ -366,9 +366,9 @@ def test_harmless(folder):
 
 
 def refused_or_runs(folder):
-    """Load a folder and run it. A CheckpointError may refuse it; any other is one that no caller
+    """Load a folder and run it. A InputError may refuse it; any other is one that no caller
     catches."""
-    with suppress(CheckpointError):
+    with suppress(InputError):
         runs(load_model(folder))
 
 

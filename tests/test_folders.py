@@ -16,7 +16,7 @@ from test_tokenizer import LLAMA, LLAMA_SIZE, NAMES, byte_level, write
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from around.folder import Tokenizer, is_tied, load_config, load_model
-from around.settings import CheckpointError, SamplingParams
+from around.settings import InputError, SamplingParams
 from sampling import Sequence
 from tools.convert import copy_rest
 
@@ -113,7 +113,7 @@ def test_special_ids(tmp_path):
     place of its own, as in transformers; a chat that never stops, as its end of turn stands in
     tokenizer_config.json alone."""
     folder = write(tmp_path, NAMES | added(BEYOND + 5, X), **FAST)
-    with pytest.raises(CheckpointError, match=rf"<\|x\|> {BEYOND + 5} is not supported"):
+    with pytest.raises(InputError, match=rf"<\|x\|> {BEYOND + 5} is not supported"):
         Tokenizer(folder)
     raw = json.loads((SHAKESPEARE / "config.json").read_text()) | {"eos_token_id": 5}
     files = {"config.json": raw, "generation_config.json": {"eos_token_id": [7, 5]}, **FAST}
@@ -145,7 +145,7 @@ def test_the_index_counts(llama, tmp_path):
     shutil.copy(llama.folder / "config.json", tmp_path)
     same(load_model(tmp_path), llama)
     (tmp_path / shards[1]).unlink()
-    with pytest.raises(CheckpointError, match=f"{shards[1]}: .*No such file"):
+    with pytest.raises(InputError, match=f"{shards[1]}: .*No such file"):
         load_model(tmp_path)
 
 
@@ -165,9 +165,7 @@ def test_a_tied_folder_that_stores_lm_head(tmp_path):
         assert is_tied(ours) == torch.allclose(theirs, built.logits, atol=ATOL) == is_equal
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
     save_file(tensors, tmp_path / WHOLE, {"format": "pt"})
-    with pytest.raises(
-        CheckpointError, match=r"embed_tokens\.weight: missing(.|\n)*lm_head\.weight"
-    ):
+    with pytest.raises(InputError, match=r"embed_tokens\.weight: missing(.|\n)*lm_head\.weight"):
         load_model(tmp_path)
 
 

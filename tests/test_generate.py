@@ -448,6 +448,7 @@ def test_wrong_values(cli, tmp_path, monkeypatch):
             torch_ = SimpleNamespace(**vars(torch) | {"empty": out_of_memory})
             patch.setattr(kv_cache, "torch", torch_)
             fails(cli("--prompt", "a", "--max-seq-len", 500, *path), "no memory for a cache")
+    fails(cli("--kv-memory", 1), "0 blocks fit into --kv-memory")  # which the plain loop ignored
     # A limit of the paged cache, which a single prompt does not need.
     short = cli(*GREEDY, "--num-blocks", 2, "--max-tokens", 100)
     assert short.code == 0 and "the context is full" in short.err

@@ -15,7 +15,7 @@ from tiny import edit_config, tiny_folder
 from torch import nn
 
 from around.folder import is_tied, load_model, named_tensors
-from around.settings import CheckpointError
+from around.settings import InputError
 from quantize import QuantLinear, linears, quantize_model, round_to_nearest
 from tools import convert
 from tools.convert import calibrate, gptq
@@ -256,7 +256,7 @@ def test_damaged_folders(tmp_path):
         tensors = dict(whole)
         damage(tensors)
         save_file(tensors, folder / "model.safetensors")
-        with pytest.raises(CheckpointError, match=message):
+        with pytest.raises(InputError, match=message):
             load_model(folder)
             pytest.fail(f"it loads, without {message}")
     assert packed_down(torch.arange(1, 9)[:, None], 4).tolist() == [[0x87654321 - 2**32]]
@@ -282,7 +282,7 @@ def test_what_some_tools_write(tmp_path):
         del config["desc_act"]
         for said in ({"desc_act": True}, {"desc_act": False}, {}):
             edit_config(folder, quantization_config=config | said)
-            with pytest.raises(CheckpointError, match=r"g_idx: the inputs are not grouped in ord"):
+            with pytest.raises(InputError, match=r"g_idx: the inputs are not grouped in ord"):
                 load_model(folder)
     # GPTQModel's bits or groups of some Linears, by `dynamic`
     folder, _, _ = other_folder(tmp_path / "rules")
@@ -294,5 +294,5 @@ def test_what_some_tools_write(tmp_path):
         others = load_file(other / "model.safetensors")
         mixed = {n: others[n] if "down_proj" in n else each for n, each in whole.items()}
         save_file(mixed, folder / "model.safetensors")
-        with pytest.raises(CheckpointError, match=says):
+        with pytest.raises(InputError, match=says):
             load_model(folder)

@@ -23,7 +23,7 @@ import quantize
 from around.fast import packed
 from around.fast.packed import Int4Linear, Int8Linear, LoopedLinear, PackedLinear, form_of
 from around.folder import is_tied, load_model, named_tensors
-from around.settings import CheckpointError
+from around.settings import InputError
 from llm import LLM
 from model import FusedLinear
 from quantize import MODES, QuantLinear, linears, quantize_model, round_to_nearest
@@ -513,6 +513,6 @@ def test_bad_quantization_config(quantised, tmp_path):
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     for change, message in BAD:
         edit_config(folder, quantization_config="int4" if change is None else config | change)
-        with pytest.raises(CheckpointError, match=message):
+        with pytest.raises(InputError, match=message):
             load_model(folder)
             pytest.fail(f"it loads: {change}")

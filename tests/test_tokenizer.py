@@ -18,7 +18,7 @@ from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 from around.folder import PLAIN_TEMPLATE, Detokenizer, Tokenizer
 from around.folder.chat import compile_template
-from around.settings import CheckpointError
+from around.settings import InputError
 
 few = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -253,22 +253,22 @@ def test_which_file_and_damaged_ones(kinds, tmp_path, monkeypatch):
     cases = [(file, content) for file, contents in DAMAGED.items() for content in contents]
     for i, (file, content) in enumerate(cases):
         others = {} if file.startswith("tokenizer_json") else BARE["llama"]
-        with pytest.raises(CheckpointError, match=f"folder{i}") as caught:
+        with pytest.raises(InputError, match=f"folder{i}") as caught:
             read(tmp_path / f"folder{i}", **(others | {file: content}))
         assert "\n" not in str(caught.value)
     for folder in (tmp_path / "nothing here", write(tmp_path / "config", NAMES)):
-        with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing.*tokenizer\.model"):
+        with pytest.raises(InputError, match=r"tokenizer\.json is missing.*tokenizer\.model"):
             Tokenizer(folder)
     pieces = byte_level()
     pieces.decoder = decoders.WordPiece()
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json's decoder"):
+    with pytest.raises(InputError, match=r"tokenizer\.json's decoder"):
         read(tmp_path / "pieces", tokenizer_json=pieces.to_str())
     both = write(tmp_path, NAMES, tokenizer_json=GPT, tokenizer_model=LLAMA)
     gpt, folder = kinds["gpt"]
     assert Tokenizer(both).encode("the cat") == gpt.encode("the cat")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     for each in (folder, both):
-        with pytest.raises(CheckpointError, match="pip install"):
+        with pytest.raises(InputError, match="pip install"):
             Tokenizer(each)
 
 

@@ -40,7 +40,7 @@ import paged
 import quantize
 import tp
 from around.folder import load_model, named_tensors, weights
-from around.settings import CheckpointError
+from around.settings import InputError
 from around.start import launch
 from around.start import ranks as meeting
 from paged import Row, Runner
@@ -203,7 +203,7 @@ def refused(folder, ranks, message):
         files = lambda *args: {n: at._replace(read=unread) for n, at in real(*args).items()}  # noqa: E731
         m.setattr(weights, "locate_tensors", files)
         for rank in range(ranks):
-            with pytest.raises(CheckpointError, match=message):
+            with pytest.raises(InputError, match=message):
                 share_of(folder, rank, ranks)
 
 
@@ -354,7 +354,7 @@ def test_signals(ctrl_c, monkeypatch):
     monkeypatch.setattr(tp.dist, "get_rank", lambda: 1)
     assert tp.follow(None) is None
     monkeypatch.setattr(tp, "broadcast", fail)
-    with pytest.raises(CheckpointError, match=r"rank 1: .*a fault for the test"):
+    with pytest.raises(InputError, match=r"rank 1: .*a fault for the test"):
         tp.follow(None)
     for file in ("tp.py", "around/start/ranks.py"):  # pickles run their sender's code; fixed ports
         source = (ROOT / file).read_text()
@@ -432,9 +432,9 @@ def test_an_error_of_use(joining, monkeypatch):
         return SimpleNamespace(device="cpu")
 
     for rank, error, text in (
-        (0, CheckpointError("no"), "usage\nnoise\ngenerate.py: error: no\n"),
-        (1, CheckpointError("no"), "generate.py: error: no\n"),
-        (1, CheckpointError(f"rank 1: {CLOSED}"), ""),
+        (0, InputError("no"), "usage\nnoise\ngenerate.py: error: no\n"),
+        (1, InputError("no"), "generate.py: error: no\n"),
+        (1, InputError(f"rank 1: {CLOSED}"), ""),
     ):  # fmt: skip
         joining(rank, 2, rank)
         err = io.StringIO()

@@ -76,7 +76,7 @@ def listen(server: Any) -> None:
     --shutdown-timeout, and end the server's drive()."""
     host, port = server.listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host  # IPv6
-    say(f"sampling, where a request says nothing: {server.api.defaults}, else vLLM's defaults")
+    say(f"sampling, where a request says nothing: vLLM's defaults, but {server.api.defaults}")
     say(f"serving {server.api.name} on http://{host}:{port}")
     while not server.stopping:
         # While no thread is free, new clients wait in the listening socket.

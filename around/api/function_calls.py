@@ -221,7 +221,8 @@ def read_call(text: str, start: int, tools: Tools, ended: bool) -> tuple:
     or cut: small models leave it out, and a stop string or max_tokens cuts it.
 
     Returns:
-        Its name and arguments, or None if there is no valid call; and where it ends, or the JSON.
+        Its name and arguments, or None if there is no valid call; and where the call ends, or,
+        without one, where its JSON does.
     """
     end = start
     try:

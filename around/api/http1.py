@@ -184,7 +184,7 @@ class Exchange(BaseHTTPRequestHandler):
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """Listen at a host; port 0 means any free one. Raises CheckpointError if the port is taken.
+    """Listen at a host; port 0 means any free one. Raises InputError if the port is taken.
 
     A name, such as localhost, is looked up in IPv4, as in vLLM. A host with colons is of IPv6; at
     :: both versions reach it.

@@ -1,8 +1,9 @@
-"""Speed and nothing else: without this folder (--plain) the same tokens come, later.
+"""Speed and nothing else: without this folder (--plain) the same text comes, later.
 
-Nothing here changes what a model computes, but for rounding: every path has a slow twin at the
-root, and tests that equate the two. The door is make_fast. It changes a finished model in place, by
-hooks and by other forms of its Linears; the files of the root import nothing of it.
+Nothing here changes what a model computes, but for rounding, which in bfloat16 now and then gives
+another token: every path has a slow twin at the root, and tests that equate the two. The door is
+make_fast. It changes a finished model in place, by hooks and by other forms of its Linears; the
+files of the root import nothing of it.
 """
 
 from typing import Any

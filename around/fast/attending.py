@@ -1,7 +1,8 @@
 """How the caches attend fast: what StaticLayerCache and PagedLayerCache compute, sooner.
 
 attend_fast adds a hook to a model, which replaces the layers of a cache before each forward. So the
-caches do not know of this file, and without it the tokens are the same. What replaces a class of
+caches do not know of this file, and without it the tokens are the same, but for rounding. What
+replaces a class of
 the root overrides how it attends, and stores as it does. Attention itself is model.attention,
 whatever the path, so a change there holds for all of them. Read: fast_layers, groups_of, Group,
 FastLayerCache, attend_to_prompt. What a compiled step does (StepLayerCache, attend_to_blocks) can
@@ -212,8 +213,8 @@ def attend_to_blocks(
     blocks = from_stored(kv[:, table].transpose(0, 1), q.dtype)
     keys, values = blocks.chunk(2, 1)  # (B, K, W, block size, H) each
 
-    # It reads the blocks through `keys` and `values`, and not k and v.
-    def loops(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    # A kernel gets k and v, but this one reads the blocks where they lie, by `keys` and `values`.
+    def loops(q: Tensor, _k: Tensor, _v: Tensor, mask: Tensor) -> Tensor:
         queries = q[:, :, :, None, None].float().unbind(2)  # N / K times (B, K, 1, 1, H)
         scores = torch.stack([(query * keys).sum(-1).flatten(2) for query in queries], 2)
         # The scores are scaled and not q, because for q the compiler would compute the root anew

@@ -59,7 +59,7 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
 
     Raises:
         SettingError: the device is MPS, where only the plain paths run.
-        CheckpointError: compiling failed, for example because there is no C++ compiler, which a
+        InputError: compiling failed, for example because there is no C++ compiler, which a
             CPU needs.
     """
     device = supported("--compile on", model.device.type, "cpu", "cuda")
@@ -159,9 +159,10 @@ def show_steps(
     model: Transformer, tokens: Tensor, positions: Tensor, layers: list, *select: Tensor
 ) -> list:
     """Return what the compiler sees of a cache's layers, so that one piece of code serves all
-    forwards of a kind. How a prompt attends depends on its
-    place in the text, and how many groups attend differs from step to step. If the compiler saw
-    that, it would compile again each time. It sees
+    forwards of a kind.
+
+    How a prompt attends depends on its place in the text, and how many groups attend differs from
+    step to step. If the compiler saw that, it would compile again each time. It sees
 
     - on a CPU, one new token of one sequence, or of each row if the rows form one group;
     - on a GPU, all forwards with a static cache, but not an int8 cache, because the compiler fails

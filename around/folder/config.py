@@ -14,7 +14,7 @@ from around.settings import (
     DTYPES,
     JSON,
     SHAPING,
-    CheckpointError,
+    InputError,
     SamplingParams,
     blame,
     check,
@@ -31,18 +31,18 @@ def load_config(path: Path | str) -> Config:
     """Read `config.json` of a checkpoint folder, and the EOS ids in `generation_config.json`.
 
     Raises:
-        CheckpointError: the file is missing or not valid JSON, or it names an architecture or a
+        InputError: the file is missing or not valid JSON, or it names an architecture or a
             setting that does not run here.
     """
     file = Path(path) / "config.json"
     adapter = file.with_name("adapter_config.json")
     if adapter.exists():
-        raise CheckpointError(
+        raise InputError(
             f"{adapter}: adapters do not run here: merge a LoRA into its model (peft's "
             "merge_and_unload, then save_pretrained), or delete this file beside a whole model"
         )
     if not file.is_file():
-        raise CheckpointError(
+        raise InputError(
             f"{path}: no model folder, as it has no config.json; `hf download OWNER/NAME "
             "--local-dir FOLDER` makes one, and a GGUF file is made into one by transformers "
             "(from_pretrained with gguf_file=NAME, then save_pretrained)"
@@ -115,7 +115,7 @@ def suggested_sampling(path: Path | str) -> JSON:
     max_tokens, if it has `max_new_tokens`.
 
     Raises:
-        CheckpointError: one of them has a wrong value.
+        InputError: one of them has a wrong value.
     """
     file = Path(path) / "generation_config.json"
     stored = read_optional(file)

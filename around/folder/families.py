@@ -66,7 +66,7 @@ NO_WINDOWS = dict(use_sliding_window=False, layer_types=None)
 ALL_WINDOWS = dict(use_sliding_window=True, max_window_layers=0)
 EACH_LAYER = dict(ALL_WINDOWS, layer_types=None)
 BOTH_GEMMAS = dict(ALL_WINDOWS, post_norm=True, gelu=True, norm_offset=1.0, root_of_width=True,
-    hidden_act="silu")  # the file's hidden_act is not read  # fmt: skip
+    hidden_act="silu")  # stands for the file's, which is not read, and passes ONLY  # fmt: skip
 FIXED: dict[str, JSON] = dict(
     LlamaForCausalLM=NO_WINDOWS, GraniteForCausalLM=NO_WINDOWS,
     MistralForCausalLM=ALL_WINDOWS, MinistralForCausalLM=ALL_WINDOWS,

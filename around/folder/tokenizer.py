@@ -41,7 +41,7 @@ class Tokenizer:
         """Read the tokenizer files.
 
         Raises:
-            CheckpointError: there is no tokenizer file, or it is damaged, or a package is missing.
+            InputError: there is no tokenizer file, or it is damaged, or a package is missing.
         """
         path = Path(path)
         self.dropped = ""

@@ -27,7 +27,7 @@ from torch.utils._device import DeviceContext
 from around.folder.config import load_config
 from around.folder.families import folded
 from around.machine import progress
-from around.settings import DTYPES, JSON, CheckpointError, blame, read_json
+from around.settings import DTYPES, JSON, InputError, blame, read_json
 from model import Config, FusedLinear, Transformer, rope_frequencies
 
 
@@ -80,7 +80,7 @@ def load_model(
         The model in eval mode, without gradients.
 
     Raises:
-        CheckpointError: see load_config; or files are missing or damaged; or their tensors are not
+        InputError: see load_config; or files are missing or damaged; or their tensors are not
             those of the config (the error counts all of them and lists the first 20); or the
             quantization_config is unknown or contradicts the files.
     """
@@ -99,7 +99,7 @@ def load_model(
         if not is_ours:
             files = adapt(files, model)
         split_fused(files, model)
-        insert_quantised(model, files)
+        insert_quantised(model, files)  # now, as check_tensors and shard need their shapes
         check_tensors(files, model)
         if config.folds and not is_ours:
             for name, stored in files.items():
@@ -178,14 +178,14 @@ def parts_of(model: Transformer, path: str) -> dict[str, slice]:
 
 
 def check_tensors(files: Files, model: Transformer) -> None:
-    """Raise one CheckpointError if tensors differ between the files and the model on the meta
+    """Raise one InputError if tensors differ between the files and the model on the meta
     device. It counts all of them and lists the first 20."""
     have = {name: describe(stored.empty) for name, stored in files.items()}
     want = {name: describe(tensor) for name, tensor in named_tensors(model)}
     wrong = sorted({name for name, _ in have.items() ^ want.items()})
     lines = [f"{n}: {have.get(n, 'missing')}, wanted: {want.get(n, 'none')}" for n in wrong[:20]]
     if lines:
-        raise CheckpointError("\n  ".join([f"{len(wrong)} tensors do not fit config.json", *lines]))
+        raise InputError("\n  ".join([f"{len(wrong)} tensors do not fit config.json", *lines]))
 
 
 def describe(tensor: Tensor) -> str:
@@ -204,7 +204,7 @@ def locate_tensors(path: Path) -> Files:
     As in transformers, a whole model.safetensors goes before the index.
 
     Raises:
-        CheckpointError: a header or the index is damaged; or a file is missing that the index
+        InputError: a header or the index is damaged; or a file is missing that the index
             names, or, without an index, model.safetensors.
     """
     whole = "model.safetensors"
@@ -230,7 +230,7 @@ def read_index(path: Path) -> dict[str, str]:
     """Return the shard of each tensor, as a folder's index names it."""
     file = path / "model.safetensors.index.json"
     if not file.exists():
-        raise CheckpointError(
+        raise InputError(
             f"{path}: there is no model.safetensors, and no {file.name} that says which shards to "
             "read; convert .bin and .pth files"
         )

@@ -40,8 +40,8 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable) -> i
         What `run` returns; or 2 after an error, 130 after Ctrl-C, 0 if stdout was closed early.
         SIGTERM ends the process with 143.
     """
-    # Only the first rank of each machine writes to stderr. Another one gets its stderr back in
-    # ranks.join, after an error that may be its own alone. Where stderr is closed, it is None.
+    # Only the first rank of each machine writes to stderr. The others get theirs back in
+    # ranks.join, after an error that may be one rank's alone. Where stderr is closed, it is None.
     if os.getenv("LOCAL_RANK", "0") != "0" or not sys.stderr:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdin, sys.stdout):

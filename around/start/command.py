@@ -22,7 +22,7 @@ HELP = "/new begins a new chat, /exit or Ctrl-D ends it, and Ctrl-C ends a reply
 
 class Asked(NamedTuple):
     """What a command line asks for: how to build the engine, how to sample, and the text to
-    continue. Whether it is a chat, the command line itself says."""
+    continue. Whether it is a chat, `args.chat` of the command line says."""
 
     args: EngineArgs
     params: SamplingParams

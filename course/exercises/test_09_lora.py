@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from around.folder import build, load_config, load_model, named_tensors
-from around.settings import CheckpointError
+from around.settings import InputError
 from model import Transformer
 from quantize import QuantLinear, quantize_model
 
@@ -205,6 +205,6 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         apply = needs(
             "lora", "apply_lora", "make the file in the root, with apply_lora(model, path)"
         )
-        with pytest.raises(CheckpointError, match=name):
+        with pytest.raises(InputError, match=name):
             apply(model, tmp_path / folder)
         assert torch.equal(logits_of(model, IDS), plain)

@@ -12,7 +12,7 @@ from common import SHAKESPEARE, bundled, needs, run_ranks, serve, tiny_model
 import tp
 from around.folder import build, load_model, named_tensors
 from around.folder.weights import locate_tensors
-from around.settings import CheckpointError, SamplingParams
+from around.settings import InputError, SamplingParams
 from around.start.ranks import join
 from model import Config, Transformer
 from paged import Runner
@@ -69,7 +69,7 @@ def test_a_layer_keeps_its_weights() -> None:
 def test_too_many_ranks_are_refused() -> None:
     cut(tiny_model().config, 0, 2)
     for rank in range(3):  # every rank must notice: one that continued would wait for ever
-        with pytest.raises(CheckpointError):
+        with pytest.raises(InputError):
             cut(tiny_model().config, rank, 3)
 
 

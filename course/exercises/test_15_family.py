@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from around.folder import load_config, load_model, named_tensors
-from around.settings import CheckpointError, SamplingParams
+from around.settings import InputError, SamplingParams
 from kv_cache import StaticCache
 from model import LayerCache, NoCache, Transformer, View, apply_rope
 from quantize import quantize_model
@@ -76,7 +76,7 @@ def cohere(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 def load(folder: Path, dtype: torch.dtype | None = None) -> Transformer:
     try:
         return load_model(folder, dtype=dtype)
-    except CheckpointError as error:
+    except InputError as error:
         problem = str(error)
     text = f"Cohere's folder cannot be read yet; see FAMILIES in families.py: {problem}"
     return pytest.fail(text, pytrace=False)
@@ -338,7 +338,7 @@ def test_what_is_not_supported_is_refused(
 ) -> None:
     """Bug: a setting that the engine does not compute is accepted, and the text is wrong."""
     load(cohere.folder)
-    with pytest.raises(CheckpointError, match=f"{named}.* (is not supported|must be)"):
+    with pytest.raises(InputError, match=f"{named}.* (is not supported|must be)"):
         config_of(tmp_path, **wrong)
         pytest.fail(f"{wrong} must be refused, because it is not supported", pytrace=False)
 

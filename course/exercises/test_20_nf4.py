@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import quantize
 from around.fast import packed
 from around.folder import load_model
-from around.settings import CheckpointError, EngineArgs
+from around.settings import EngineArgs, InputError
 from kv_cache import StaticCache
 from model import Transformer
 from quantize import quantize_model
@@ -197,7 +197,7 @@ def test_a_folder_comes_back_as_it_was(tmp_path: Path) -> None:
     wrong = "the folder loads as another model: does its config say what the 4 bits are?"
     try:
         again = load_model(out)
-    except CheckpointError as error:
+    except InputError as error:
         pytest.fail(f"{wrong} {error}", pytrace=False)
     assert torch.equal(logits_of(again, IDS), logits_of(model, IDS)), wrong
 
