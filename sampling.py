@@ -407,7 +407,7 @@ class Sequence:
         # What ends a text is no part of it, nor is a token that the structure does not allow.
         has_text = token.id not in self.end_ids and reason != "error"
         shown_id = token.id if has_text else None
-        self.thinks = self.marks.get(token.id, self.thinks)
+        self.thinks = self.marks.pop(token.id, self.thinks)  # each mark counts once
         # By a stop string.
         can_stop = len(self.ids) > self.prompt_len + self.params.min_tokens and not self.thinks
         text, stopped = self._stream.push(shown_id, last=bool(reason), can_stop=can_stop)

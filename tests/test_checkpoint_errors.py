@@ -325,6 +325,7 @@ def test_shards(folder):
     for wrong, *words in (
         ("",), ("{",), ("[]",), ("{}",), ({},), ([],), ({NORM: 5},), ({NORM: None},),
         (places | {NORM: ".."},), (places | {NORM: "../../etc"}, "/etc: "),
+        (places | {NORM: f"/{folder}/{shards[0]}"}, "No such file"),
     ):  # fmt: skip
         text = wrong if isinstance(wrong, str) else json.dumps({"weight_map": wrong})
         (folder / INDEX).write_text(text)

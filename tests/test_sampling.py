@@ -578,11 +578,12 @@ def test_stop_strings():
         feed(sequence, end)
         sequence.finish("interrupted")  # a second end changes nothing
         assert (sequence.text, sequence.finish_reason) == (shown, reason)
-    for thinks, shown in ((True, "Abx<Ab>a"), (False, "A")):  # "b" ends an answer, and no thought
-        sequence = start([1], ASCII, stop="b", max_tokens=9)
+    # "b" ends an answer, and no thought; a second thought is a part of the answer.
+    for thinks, shown in ((True, "Abx<Ab>a<"), (False, "A")):
+        sequence = start([1], ASCII, stop="b", max_tokens=12)
         sequence.marks = {60: True, 62: False}
         sequence.thinks = thinks
-        feed(sequence, b"Abx<Ab>ab")
+        feed(sequence, b"Abx<Ab>a<bb")
         assert (sequence.text, sequence.finish_reason) == (shown, "stop")
     for end in ([2], [], [120]):
         sequence = feed(start([65], Bytes(), stop="x\ufffd", max_tokens=4), [*b"ax\xc3", *end])

@@ -587,6 +587,7 @@ RAW = {  # the status of the only answer -> what is sent; 0: any status below 50
     400: (
         b"\x00\xff\x16\x03\x01\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
         b"\r\n", b"PRI * HTTP/2\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n",
         *(post(data, EXPECT + CHUNKED) for data in (
             b"\r\n\r\n", b"-1\r\n{}\r\n0\r\n\r\n", b"0\r\n\r\n", b"1\r\n{}\r\n0\r\n\r\n")),
     ),
@@ -602,7 +603,6 @@ RAW = {  # the status of the only answer -> what is sent; 0: any status below 50
     ),
     415: (post().replace(b"Content-Type: application/json\r\n", b""), post().replace(JSON, PLAIN)),
     431: (
-        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n",
         b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",
         # By http.server's own limits, 6 MB of such headers kept it busy for seven seconds.
         b"GET / HTTP/1.1\r\n" + (b"a: " + b"\rb:" * 5000 + b"\r\n") * 90,
@@ -711,16 +711,19 @@ def test_log(local, capfd, monkeypatch):
         CHAT, {"messages": HI, "max_tokens": 2, "stream": True}, **{"X-Forwarded-For": "::7"}
     )
     local.post(COMPLETIONS + "?key=x", {"n": 0})
+    local.post(CHAT, {"messages": "MY SECRET"})
     for data in (b"\r\n\r\n", b"\x16\x03\x01"):
         local.raw(data)
     local.get("/engine")  # which a page asks for ten times a second
     local.get("/engine", Host="a.test")
-    lines = [json.loads(line) for line in until_lines(capfd, 6)]
+    lines = [json.loads(line) for line in until_lines(capfd, 7)]
+    assert "SECRET" not in str(lines)
     found = [(line["request"], line["status"], line["client"]) for line in lines]
     here = "127.0.0.1"
     assert found == [
         (f"POST {COMPLETIONS}", 200, here), (f"POST {CHAT}", 200, "::7"),
-        (f"POST {COMPLETIONS}", 400, here), ("", 400, here), ("", 400, here),
+        (f"POST {COMPLETIONS}", 400, here), (f"POST {CHAT}", 400, here),
+        ("", 400, here), ("", 400, here),
         ("GET /engine", 403, here),
     ]  # fmt: skip
     whole, streamed, wrong, *_ = lines
@@ -943,12 +946,16 @@ def test_slow_clients(make_local, monkeypatch, capfd):
     ended = local.server.metrics.ended["request_success_total"]
     until(lambda: ended['{finished_reason="abort"}'] == 16)
     assert [receive(each) for each in never[:3]] == [b""] * 3
-    for begun, more in ((b"GET /", b"a"), (post(b"", CHUNKED), b"1\r\na\r\n")):
+    monkeypatch.setattr(front, "HEAD_SECONDS", 0.5)
+    chunks = post(b"1\r\n \r\n" * 5000, CHUNKED)  # each may not lengthen the time for all
+    for begun, more in ((b"GET /", b"a"), (chunks, b"1\r\na\r\n"), (GET, b"a")):
         with pytest.raises(OSError), connect(local, begun) as dripping:
             for _ in range(50):  # five seconds
                 time.sleep(0.1)
                 dripping.sendall(more)
-    assert all('"status": 200, "error": "timed out"' in line for line in until_lines(capfd, 2))
+    *streams, health = until_lines(capfd, 3)
+    assert all('"status": 200, "error": "timed out"' in line for line in streams)
+    assert "GET /health" in health
     for each in never:
         each.close()
 

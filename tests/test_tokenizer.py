@@ -394,6 +394,19 @@ def test_settings_of_added_tokens(tmp_path):
     )
     text = "a <w> a"
     assert ours.encode(text) == theirs(text)["input_ids"] and ours.eos_id in ours.encode(text)
+    # A token is text if one of its characters stands for no byte, and else is bytes.
+    odd = [
+        "na\u00efve\n",
+        "\u2039d\u00e9but fin\u203a",
+        "<tool\u2581calls>",
+        "\u00c3\u00a9",
+        "\u00e9",
+    ]
+    backend.add_tokens([AddedToken(text, normalized=False) for text in odd])
+    ours = read(tmp_path / "odd", {}, tokenizer_json=backend.to_str())
+    for text in odd:
+        i = backend.token_to_id(text)
+        assert ours.decode([i]) == backend.decode([i], skip_special_tokens=False), text
     tokens = {"": {}, "<w>": {"single_word": True}}
     added = {LLAMA_SIZE + i: {"content": c} | tokens[c] for i, c in enumerate(tokens)}
     ours = read(tmp_path / "model", {"added_tokens_decoder": added}, tokenizer_model=LLAMA)

@@ -26,7 +26,7 @@ from typing import Any
 from around import settings
 from around.api.answers import Problem, demand
 from around.api.function_calls import FORMS
-from around.api.http1 import Exchange
+from around.api.http1 import HEAD_SECONDS, Exchange
 from around.machine import Ranks, say
 from around.settings import JSON, EngineArgs, SamplingParams, setting
 
@@ -165,7 +165,8 @@ class Handler(Exchange):
         with self.connection, suppress(OSError):
             self.answer()
             self.connection.shutdown(socket.SHUT_WR)
-            while self.connection.recv(2**16):
+            self.timed.deadline = time.monotonic() + HEAD_SECONDS
+            while self.timed.read(2**16):
                 pass
 
     def answer(self) -> None:
@@ -176,7 +177,8 @@ class Handler(Exchange):
             self.read_head()
             self.route()
         except Problem as problem:
-            error = problem.json["error"]["message"]
+            # Behind ", is " stands the value of a field, which may be a prompt.
+            error = problem.json["error"]["message"].partition(", is ")[0]
             self.send(problem.json, problem.status)
         except (ConnectionError, TimeoutError) as gone:  # or silent for too long
             error = str(gone)
@@ -188,7 +190,7 @@ class Handler(Exchange):
             line = self.summary(
                 time=time.strftime("%FT%TZ", time.gmtime()),
                 # A proxy says for whom it asks.
-                client=self.headers.get("X-Forwarded-For", self.client_address[0]),
+                client=self.headers.get("X-Forwarded-For", self.client_address[0])[:200],
                 request=self.asked[:200],
                 status=self.status,
                 error=error,

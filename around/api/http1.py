@@ -41,7 +41,7 @@ X-Frame-Options: DENY
 JSON_TYPE = "application/json"
 EVENTS = "text/event-stream"
 HEAD_SECONDS = 10  # in which a client must send the head,
-BODY_RATE = 2**17  # and for a body it has a second more for each so many bytes
+BODY_RATE = 2**17  # and for a body it has as many more as --max-body takes at this rate
 
 
 class Timed(socket.SocketIO):
@@ -105,11 +105,11 @@ class Exchange(BaseHTTPRequestHandler):
         self.asked = f"{self.command} {path}"
 
     def send_error(self, *args: Any) -> None:
-        """Raise a Problem: parse_request calls this, for more than 100 headers for example."""
-        raise Problem(args[0], f"this is not an HTTP/1 request: {args[1]}")
+        """parse_request calls this before it returns False. The answer is read_head's."""
 
     def read_json(self) -> JSON:
         """Read the body, which must be a JSON object."""
+        self.timed.deadline += self.server.args.max_body / BODY_RATE
         demand(self.headers.get_content_type() == JSON_TYPE, 415, f"send Content-Type: {JSON_TYPE}")
         try:
             # NaN and Infinity are not JSON: int raises ValueError for them.
@@ -142,10 +142,9 @@ class Exchange(BaseHTTPRequestHandler):
         return data
 
     def check_size(self, size: int) -> None:
-        """Raise a Problem if a body is longer than --max-body; else allow the time for it."""
+        """Raise a Problem if a body is longer than --max-body."""
         most = self.server.args.max_body
         demand(size <= most, 413, f"the body has {size} bytes, --max-body is {most}")
-        self.timed.deadline += size / BODY_RATE
 
     def check_client(self) -> None:
         """Raise ConnectionError if the client has left. Then what it sends ends. As in uvicorn, one

@@ -20,17 +20,19 @@ class Metrics:
     """The statistics of an engine and of the requests that it has finished.
 
     Attributes:
-        model: the model's name.
+        head: how the labels of each sample begin: with the model's name.
         sampling: the settings that the page's user starts with.
         ended: metric -> sample -> value, for the requests that have ended. A sample is named as in
             Prometheus' format, by its labels: "{}", '{finished_reason="stop"}', or in a summary
-            "_sum{}" and "_count{}". text() adds a label, the model.
+            "_sum{}" and "_count{}". text() puts `head` in the place of "{".
         snapshot: the engine's state for the page, as JSON.
     """
 
     def __init__(self, engine: Engine, model: str, sampling: JSON) -> None:
         self.engine = engine
-        self.model = model
+        # The comma at its end may stand before "}" too. The format escapes quotes, backslashes and
+        # newlines as JSON does.
+        self.head = "{model_name=" + json.dumps(model, ensure_ascii=False) + ","
         self.sampling = sampling
         self.ended: dict[str, Counter] = defaultdict(Counter)
         self.take_snapshot()
@@ -64,15 +66,12 @@ class Metrics:
 
     def text(self) -> str:
         """Return all statistics in Prometheus' text format. Any thread may call this."""
-        # `head` replaces a sample's "{". The comma at its end may stand before "}" too. The format
-        # escapes quotes, backslashes and newlines as JSON does.
-        head = "{model_name=" + json.dumps(self.model, ensure_ascii=False) + ","
         now = {name: {"{}": value} for name, value in self.now().items()}
         text = ""
         for name, samples in (now | self.ended).items():
             text += f"# TYPE vllm:{name} {KINDS.get(name.rpartition('_')[2], 'gauge')}\n"
             for sample, value in samples.copy().items():  # a copy: the engine's thread adds others
-                text += f"vllm:{name}{sample.replace('{', head)} {value}\n"
+                text += f"vllm:{name}{sample.replace('{', self.head)} {value}\n"
         return text
 
     def take_snapshot(self) -> None:

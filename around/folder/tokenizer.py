@@ -112,11 +112,11 @@ class Tokenizer:
             is one byte
         """
         piece = self.piece(token_id) or ""
-        letters = piece.translate(BYTE_LEVEL)
-        # A piece with a character that stands for no byte is text, as in the package tokenizers.
-        if self.byte_level and not re.search("[^\0-\xff]", letters):
-            return letters.encode("latin-1")
-        byte = re.fullmatch("<0x(..)>", piece)  # sentencepiece's byte fallback
+        if self.byte_level:
+            # A piece with a character that stands for no byte is text, as in tokenizers.
+            is_bytes = re.fullmatch("[!-~\xa1-\xac\xae-\u0143]*", piece)
+            return piece.translate(BYTE_LEVEL).encode("latin-1") if is_bytes else piece.encode()
+        byte = re.fullmatch("<0x([0-9A-F]{2})>", piece)  # sentencepiece's byte fallback
         if byte:
             return bytes.fromhex(byte[1])
         return piece.replace("\u2581", " ").encode()  # sentencepiece's space
@@ -253,12 +253,8 @@ class Tokenizer:
         # What `first` puts in front of a text, decoding drops.
         self.dropped = " " if first.normalize("a") != "a" else ""
         # 3) A text begins with BOS unless the config says no.
-        prefix = []
-        suffix = []
-        if config.get("add_bos_token", True) and self.bos_id is not None:
-            prefix = [self.bos_id]
-        if config.get("add_eos_token") and self.eos_id is not None:
-            suffix = [self.eos_id]
+        bos = self.bos_id if config.get("add_bos_token", True) else None
+        eos = self.eos_id if config.get("add_eos_token") else None
         # 4) sentencepiece would encode the text "<s>" as three characters, so the added tokens are
         # found first. In reverse order "<|im_start|>" is tried before "<|im".
         texts = sorted(filter(None, id_of), reverse=True)
@@ -273,7 +269,7 @@ class Tokenizer:
                 # The match may have spaces that a token with lstrip or rstrip takes in.
                 result.append(id_of[token if token in id_of else token.strip()])
                 result += later.encode(after)
-            return prefix + result + suffix if add_special else result
+            return [i for i in (bos, *result, eos) if i is not None] if add_special else result
 
         self._encode = encode
 

@@ -235,9 +235,10 @@ def read_index(path: Path) -> dict[str, str]:
             "read; convert .bin and .pth files"
         )
     with blame(file):
-        # A shard may be in a folder below. No path leads out of the folder: "/../a" is "/a".
+        # A shard may be in a folder below. No path leads out of the folder: "///../a" becomes "/a",
+        # and so does "////a". (Of two slashes at the beginning, normpath would keep both.)
         places = read_json(file)["weight_map"]
-        return {name: os.path.normpath(f"/{shard}")[1:] for name, shard in places.items()}
+        return {name: os.path.normpath(f"///{shard}")[1:] for name, shard in places.items()}
 
 
 def read_tensor(file: Path, name: str) -> Tensor:
