@@ -649,6 +649,8 @@ def test_raw_requests(local, capfd, status):
     Catches: a server that hangs, prints a traceback, reads what follows as another request, or
     refuses what real clients send; a 400, chunks or an interim answer for nginx, which speaks
     HTTP/1.0."""
+    time.sleep(0.1)  # for the line of the request before this test
+    capfd.readouterr()
     for i, data in enumerate(RAW[status]):
         *interim, answer = local.raw(data + GET)  # and it closes, though the client would not
         has_interim = b"Expect" in data and b"HTTP/1.1\r\nHost" in data
@@ -704,7 +706,7 @@ def test_what_it_says_of_itself(local):
 def test_log(local, capfd, monkeypatch):
     """Send requests, good and bad, and check the lines of the log. Catches: a log without the
     requests, or with a prompt; `server.py 2>&1 | head`, after which every answer was empty."""
-    local.settle()
+    time.sleep(0.1)  # for the line of the request before this test
     capfd.readouterr()
     local.post(COMPLETIONS, SHORT | {"user": "ann", "prompt": ["a", "b"]})
     local.post(
