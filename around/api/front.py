@@ -31,7 +31,7 @@ from around.machine import Ranks, say
 from around.settings import JSON, EngineArgs, SamplingParams, setting
 
 MAX_THREADS = 1028  # 1,024 connections, and main, listen, watch and threads.keep_pool
-PAGE = Path(__file__).resolve().with_name("page.html")
+PAGE = Path(__file__).with_name("page.html")
 
 
 @dataclass(frozen=True)

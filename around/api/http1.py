@@ -85,7 +85,8 @@ class Exchange(BaseHTTPRequestHandler):
         their end."""
         self.timed = Timed(self.connection, "r")
         self.timed.deadline = time.monotonic() + HEAD_SECONDS
-        reader = BufferedReader(self.timed)
+        # An attribute, as a reader that is dropped closes what it reads.
+        reader = self.reader = BufferedReader(self.timed)
         if reader.peek()[:1] == b"\x16":  # a TLS hello, which has no lines
             raise Problem(400, "this server speaks HTTP without TLS: use http://")
         head = line = b""
