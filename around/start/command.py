@@ -33,7 +33,7 @@ class Asked(NamedTuple):
 
 def parse_args(argv: list[str] | None) -> Namespace:
     parser = ArgumentParser(prog="generate.py", description="Generate text from a prompt.")
-    settings.add_flags(parser, EngineArgs, speculate="--speculate-ngram")
+    settings.add_flags(parser, EngineArgs, speculate="--speculate-ngram", checkpoint="--model")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default="", help="text to continue")
     prompt.add_argument("--prompt-file", help="read the prompt from this file; - is stdin")
