@@ -1,9 +1,9 @@
 """Complete the prompts of a JSONL file. Stopped at any time, it goes on when it is started again.
 
-    python deploy/batch.py path/to/model prompts.jsonl answers.jsonl
+    python deploy/batch.py path/to/model prompts.jsonl results.jsonl
 
 A line of prompts.jsonl is {"prompt": "ROMEO:"}, or for a chat {"messages": [...]}. A line of
-answers.jsonl has the index of its prompt: {"index": 0, "text": "...", "finish_reason": "stop"}. It
+results.jsonl has the index of its prompt: {"index": 0, "text": "...", "finish_reason": "stop"}. It
 is written as soon as the text ends, so the lines are in any order.
 """
 

@@ -3,10 +3,12 @@ servers."""
 
 import contextlib
 import http.client
+import re
 import signal
 import socket
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 
 import pytest
 from conftest import ROOT, program
@@ -34,11 +36,10 @@ class Proxy(Client):
             self.port = listener.getsockname()[1]
         text = CONFIGS[kind].read_text()
         ports = [self.port, *(replica.port for replica in replicas)]
-        changes = {f"127.0.0.1:{old}": f"127.0.0.1:{new}"
-                   for old, new in zip((8080, 8001, 8002, 8003), ports, strict=True)}  # fmt: skip
-        for old, new in changes.items():
-            assert text.count(old) == 1
-            text = text.replace(old, new)
+        for old, new in zip_longest((8080, 8001, 8002, 8003), ports):
+            (line,) = re.findall(rf".*127\.0\.0\.1:{old}.*\n?", text)
+            changed = line.replace(f":{old}", f":{new}") if new else ""  # fewer servers: no line
+            text = text.replace(line, changed)
         (folder / "config").write_text(text)
         (folder / "nginx.conf").write_text(NGINX.format(folder))
         words = {"haproxy": ["-db", "-f", "config"], "nginx": ["-p", folder, "-c", "nginx.conf"]}
