@@ -158,7 +158,8 @@ def test_tls(tmp_path):
             client.get("/v1/models").fails(401, code="invalid_api_key")
             body = json.dumps({**LONG, "stream": True})
             connection = client.open()
-            headers = {"Content-Type": "application/json", "X-Forwarded-For": "1.2.3.4", **BEARER}
+            claims = {"Host": "llm.example.com", "X-Forwarded-For": "1.2.3.4"}
+            headers = {"Content-Type": "application/json", **claims, **BEARER}
             connection.request("POST", COMPLETIONS, body, headers)
             response = connection.getresponse()
             assert response.readline().startswith(b"data: ")
