@@ -49,8 +49,8 @@ def running(folder, *words):
     try:
         yield process
     finally:
-        process.kill()
-        process.wait()
+        process.terminate()  # nginx ends its workers
+        process.wait(60)
 
 
 def test_lines_are_understood():
