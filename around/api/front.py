@@ -191,13 +191,15 @@ class Handler(Exchange):
                 time=time.strftime("%FT%TZ", time.gmtime()),
                 # A proxy says for whom it asks.
                 client=self.headers.get("X-Forwarded-For", self.client_address[0])[:200],
-                request=self.asked[:200],
+                request=self.asked,
                 status=self.status,
                 error=error,
                 seconds=round(time.monotonic() - start, 3),
             )
-            # A page asks for /engine all the time, and many a client leaves at once.
-            if (error or self.asked != "GET /engine") and (self.status or "id" in line):
+            # Pages and proxies ask for these all the time; and many a client leaves at once.
+            if (error or self.asked not in ("GET /engine", "GET /health")) and (
+                self.status or "id" in line
+            ):
                 with suppress(OSError):  # if it cannot be written, the next answer is still sent
                     say(json.dumps(line))
             self.server.busy.discard(self)
