@@ -972,6 +972,7 @@ def test_clients_that_say_no_more(local, capfd, monkeypatch):
         Handler.check_client(SimpleNamespace(connection=near, timeout=9))
         assert near.gettimeout() == 9
     waits = []
+    until(lambda: not local.server.busy)
     with monkeypatch.context() as patch:
         watch = lambda check: waits.append((check[1], len(local.server.busy)))  # noqa: E731
         patch.setattr(front, "demand", lambda *check: watch(check) or demand(*check))
