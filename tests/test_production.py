@@ -224,11 +224,13 @@ def test_the_log(tmp_path, monkeypatch):
 def test_batch_goes_on(tmp_path):
     """Kill deploy/batch.py in the middle of 100 prompts, cut its last line in two, and start it
     again. Catches: an answer that is lost, or is there twice; half a line that no reader takes; a
-    line end of Unicode in a prompt that shifts the numbers."""
+    line end of Unicode in a prompt that shifts the numbers; a wrong line that stops all others."""
     prompts = [{"prompt": f"{i}\u2028ROMEO:\n"} for i in range(99)]
     prompts.append({"messages": [{"role": "user", "content": "Who goes there?"}]})
+    too_long = {"prompt": "what " * 5000}
     file, answers = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
-    file.write_text("".join(json.dumps(each, ensure_ascii=False) + "\n" for each in prompts))
+    lines = [json.dumps(each, ensure_ascii=False) for each in [*prompts, too_long]]
+    file.write_text("\n".join([*lines, "", "{"]))
     line = line_with("batch.py").replace("checkpoints/shakespeare", str(SHAKESPEARE))
     line = line.replace("python deploy", f"{sys.executable} {DEPLOY}")
     process = subprocess.Popen(shlex.split(line), cwd=tmp_path)
@@ -243,8 +245,9 @@ def test_batch_goes_on(tmp_path):
     after = answers.read_bytes()
     assert after.startswith(b"".join(kept))
     found = [json.loads(line) for line in after.splitlines()]
-    assert sorted(each["index"] for each in found) == [*range(100)]
-    assert {each["finish_reason"] for each in found} <= {"stop", "length"}
+    assert sorted(each["index"] for each in found) == [*range(101), 102]
+    assert {each["index"] for each in found if "error" in each} == {100, 102}
+    assert {each.get("finish_reason") for each in found} <= {"stop", "length", None}
 
 
 @pytest.mark.slow

@@ -41,7 +41,8 @@ class ServerArgs(EngineArgs):
     host: str = setting("localhost", "0.0.0.0: listen on all networks, accept any Host header")
     port: int = setting(8000, "0: any free port", 0, 65535)
     served_model_name: str | None = setting(None, "in the API (default: the folder's name)")
-    max_queue: int = setting(2048, "waiting requests before a 429", 0)
+    # Each that waits holds a thread: of the 1,024, some must be left for /health.
+    max_queue: int = setting(512, "waiting requests before a 429", 0)
     max_body: int = setting(2**22, "bytes of a request's body", 1)
     shutdown_timeout: float = setting(30.0, "seconds for running requests to finish", 0, 1e6)
     api_key: str | None = setting(None, "clients must send it (default: $KILOLM_API_KEY)")
@@ -76,7 +77,7 @@ def listen(server: Any) -> None:
     --shutdown-timeout, and end the server's drive()."""
     host, port = server.listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host  # IPv6
-    say(f"sampling, where a request says nothing: vLLM's defaults, but {server.api.defaults}")
+    say(f"sampling settings in place of vLLM's defaults: {server.api.defaults}")
     say(f"serving {server.api.name} on http://{host}:{port}")
     while not server.stopping:
         # While no thread is free, new clients wait in the listening socket.

@@ -17,7 +17,7 @@ from around.start.begin import cache_size, open_engine
 from sampling import BROKEN, Sequence
 from scheduler import Engine
 
-HELP = "/new begins a new chat, /exit or Ctrl-D ends it, and Ctrl-C ends a reply."
+HELP = "/new begins a new chat, /exit or Ctrl-D ends it, and Ctrl-C ends a reply, or here the chat."
 
 
 class Asked(NamedTuple):
