@@ -65,8 +65,8 @@ class LLM:
             its grammar became too complex, or the model produced NaN or infinite logits.
 
         Raises:
-            ValueError: one of the prompts cannot be run; then none of them is. Or there are both
-                `sampling_params` and `changes`.
+            ValueError: one of the prompts, which the error names, cannot be run; then none of them
+                is. Or there are both `sampling_params` and `changes`.
         """
         if not isinstance(prompts, list) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]

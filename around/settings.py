@@ -139,7 +139,7 @@ class InputError(ValueError):
 
 @contextmanager
 def blame(what: Path | str) -> Iterator[None]:
-    """Turn any exception raised inside into a InputError that begins with `what`.
+    """Turn any exception raised inside into an InputError that begins with `what`.
 
     For a damaged file, parsers raise exceptions of many kinds.
 

@@ -72,7 +72,7 @@ def edit(folder, **changes):
 
 
 def refused(folder, *words, **changes):
-    """Load, with these changes of config.json, expecting a InputError with all the words, in
+    """Load, with these changes of config.json, expecting an InputError with all the words, in
     one line unless it lists tensors. Less the folder's path, in which pytest puts test names."""
     if changes:
         edit(folder, **changes)

@@ -282,7 +282,7 @@ def mark_thoughts(tokenizer: Tokenizer, seqs: list[EngineSequence], fields: JSON
         if fields["continue_final_message"]:
             tail = str(fields["messages"][-1].get("content"))
         else:
-            tail = tokenizer.decode(seqs[0].ids[-16:], True).rstrip()[-len(begin) :]
+            tail = tokenizer.decode(seqs[0].ids[-16:], show_special=True).rstrip()[-len(begin) :]
         is_open = tail.lstrip().startswith(begin) and end not in tail
         if is_open and seqs[0].params.structured_outputs:
             break

@@ -186,7 +186,8 @@ class Handler(Exchange):
             raise
         except Exception:  # a bug in the server, whose details are not for the client
             traceback.print_exc()
-            self.send(Problem(500, "internal error").json, 500)
+            error = "internal error"
+            self.send(Problem(500, error).json, 500)
         finally:
             line = self.summary(
                 time=time.strftime("%FT%TZ", time.gmtime()),

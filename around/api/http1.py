@@ -41,7 +41,7 @@ X-Frame-Options: DENY
 JSON_TYPE = "application/json"
 EVENTS = "text/event-stream"
 HEAD_SECONDS = 10  # in which a client must send the head,
-BODY_RATE = 2**17  # and for a body it has as many more as --max-body takes at this rate
+BODY_RATE = 2**17  # and bytes a second: for a body it has as long as --max-body takes, in addition
 
 
 class Timed(socket.SocketIO):
@@ -67,6 +67,7 @@ class Exchange(BaseHTTPRequestHandler):
         asked: method and path, such as "GET /health"; "" until they have been read.
         stream: whether the answer is a stream of events.
         status: of the answer; 0 until its head is sent.
+        timed: the socket, as it is read: until a deadline.
     """
 
     server: Any
@@ -82,7 +83,7 @@ class Exchange(BaseHTTPRequestHandler):
 
     def read_head(self) -> None:
         """Read the first line and the headers. Raises ConnectionError if the client leaves before
-        their end."""
+        their end, and TimeoutError if it takes too long."""
         self.timed = Timed(self.connection, "r")
         self.timed.deadline = time.monotonic() + HEAD_SECONDS
         # An attribute, as a reader that is dropped closes what it reads.
@@ -190,7 +191,7 @@ def listen_at(host: str, port: int) -> socket.socket:
     :: both versions reach it.
     """
     is_v6 = ":" in host
-    with blame(f"try another --port, or 0, than --host {host} --port {port}"):
+    with blame(f"take another --host or --port: {host}:{port}"):
         return socket.create_server(
             (host, port), family=socket.AF_INET6 if is_v6 else socket.AF_INET, dualstack_ipv6=is_v6
         )

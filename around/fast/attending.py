@@ -2,11 +2,10 @@
 
 attend_fast adds a hook to a model, which replaces the layers of a cache before each forward. So the
 caches do not know of this file, and without it the tokens are the same, but for rounding. What
-replaces a class of
-the root overrides how it attends, and stores as it does. Attention itself is model.attention,
-whatever the path, so a change there holds for all of them. Read: fast_layers, groups_of, Group,
-FastLayerCache, attend_to_prompt. What a compiled step does (StepLayerCache, attend_to_blocks) can
-wait.
+replaces a class of the root overrides how it attends, and stores as it does. Attention itself is
+model.attention, whatever the path, so a change there holds for all of them. Read: fast_layers,
+groups_of, Group, FastLayerCache, attend_to_prompt. What a compiled step does (StepLayerCache,
+attend_to_blocks) can wait.
 """
 
 from collections.abc import Callable, Iterator

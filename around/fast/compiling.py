@@ -5,13 +5,13 @@ that makes one graph of a forward, in which all layers are calls of the same cod
 step to step, such as how a prompt attends, is hidden from the compiler:
 
     show_steps      a hook, not compiled: each layer's cache becomes what the compiler sees
-                        a step           StepLayerCache    kv, slots, table, mask
-                        any other        Opaque        a number, which stands for layer.attend
+                        a step       StepLayerCache   kv, slots, table, mask
+                        any other    Opaque           a number, which stands for layer.attend
     forward         compiled: Transformer.forward, in which each layer is a
       Region.forward    and calls
         run             one piece of code for all layers, whose Attention calls one of
-          StepLayerCache.attend     loops over the blocks, a part of that code
-          Opaque.attend         the operator `opaque`, which calls layer.attend, not compiled
+          StepLayerCache.attend    loops over the blocks, a part of that code
+          Opaque.attend            the operator `opaque`, which calls layer.attend, not compiled
                     and whose Linears, packed, call `opaque` too, for oneDNN's product
 
 On CUDA each layer is compiled by itself, and decoding with a static cache is recorded and replayed,

@@ -213,8 +213,7 @@ def locate_tensors(path: Path) -> Files:
     files: Files = {}
     for shard in sorted({*places.values()}) or [whole]:
         file = path / shard
-        way_out = "download it again, or by git lfs pull"
-        with blame(f"{file}: {way_out}"), safe_open(file, "pt") as reader:
+        with blame(f"{file}: download it, or git lfs pull it"), safe_open(file, "pt") as reader:
             for name in reader.keys():  # noqa: SIM118 (it is no dict)
                 # An index decides which shard is read, and a tensor that it leaves out is not
                 # read. Without an index, `places` is {} and all are read.
