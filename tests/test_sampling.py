@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import sampling
 from around.folder import Tokenizer, first_sampling, suggested_sampling
-from around.settings import SamplingParams, SettingError
+from around.settings import SamplingParams, SettingError, supported
 from around.settings import given as given_by_flags
 from model import Config
 from sampling import Sequence, Token, distribution, draw, keep_likeliest, sample, uniform
@@ -101,6 +101,8 @@ def test_good_values(tmp_path):
     assert SamplingParams(stop="ab", seed=None, logprobs=None).stop == ("ab",)
     with pytest.raises(SettingError, match=r"^min_tokens 3 is above max_tokens, 2"):
         SamplingParams(max_tokens=2, min_tokens=3)
+    with pytest.raises(SettingError, match=r"supported: 0$"):
+        supported("the id", 5, 0)
     with pytest.raises(FrozenInstanceError):
         many.temperature = math.nan
     assert uniform(2**63, 5) == uniform(-(2**63), 5)  # outputs' seeds count up

@@ -860,6 +860,8 @@ def test_settings_of_the_server(make_local, capfd):
     """Serve with sampling settings, a system prompt and the other name of --checkpoint. Catches:
     flags that hold for no request, or for those that say otherwise; a second system prompt."""
     local = make_local("--model", str(SHAKESPEARE), "--system", "Be brief.")
+    asked = [local.server.api.sampling_params({}, chat=each).max_tokens for each in (True, False)]
+    assert asked == [local.engine.max_seq_len, 16]
     flags = parse_args(["--temperature", "0", "--max-tokens", "3", "--port", "0"])
     sampling = server_args(flags, Ranks(torch.device("cpu"))).sampling
     assert sampling == {"temperature": 0.0, "max_tokens": 3}
@@ -870,7 +872,8 @@ def test_settings_of_the_server(make_local, capfd):
         seen.append(answer["usage"]["prompt_tokens"])
         assert answer["usage"]["completion_tokens"] <= 3
     brief = [{"role": "system", "content": "Be brief."}, *HI]
-    assert seen[0] == len(TOKENIZER.encode_chat(brief)) != seen[1]
+    own = [{"role": "system", "content": "No."}, *HI]
+    assert seen == [len(TOKENIZER.encode_chat(chat)) for chat in (brief, own)]
     first, second = (local.post(COMPLETIONS, {"prompt": PROMPT}).json for _ in range(2))
     assert first["choices"] == second["choices"] and first["usage"]["completion_tokens"] == 16
     hot = {"prompt": PROMPT, "temperature": 2, "seed": 1}
