@@ -617,12 +617,16 @@ RAW = {  # the status of the only answer -> what is sent; 0: any status below 50
 }  # fmt: skip
 
 
-def until_lines(capfd, count):
-    """Wait for so many lines of the log, which come after the answers."""
-    lines = []
-    until(lambda: lines.extend(capfd.readouterr().err.splitlines()) or len(lines) >= count)
-    assert len(lines) == count, lines
-    return lines
+def num_served():
+    """Return how many clients have a thread."""
+    return sum("(Handler)" in thread.name for thread in threading.enumerate())
+
+
+def logged(capfd):
+    """Return the new lines of the log. A line comes after its answer, from the client's thread, so
+    the threads' end is waited for."""
+    until(lambda: not num_served())
+    return capfd.readouterr().err.splitlines()
 
 
 def connect(local, data, buffer=None):
@@ -649,8 +653,7 @@ def test_raw_requests(local, capfd, status):
     Catches: a server that hangs, prints a traceback, reads what follows as another request, or
     refuses what real clients send; a 400, chunks or an interim answer for nginx, which speaks
     HTTP/1.0."""
-    time.sleep(0.1)  # for the line of the request before this test
-    capfd.readouterr()
+    logged(capfd)
     for i, data in enumerate(RAW[status]):
         *interim, answer = local.raw(data + GET)  # and it closes, though the client would not
         has_interim = b"Expect" in data and b"HTTP/1.1\r\nHost" in data
@@ -658,7 +661,7 @@ def test_raw_requests(local, capfd, status):
         assert answer.status == status or (answer.status < 500 and not status), (i, answer)
         assert answer.headers["Connection"] == "close" and answer.headers["X-Accel-Buffering"]
         assert "Transfer-Encoding" not in answer.headers
-        until_lines(capfd, 1)  # of the log
+        assert len(logged(capfd)) == 1
         if status > 200:
             answer.fails(status)
         elif status and COMPLETIONS.encode() in data:
@@ -706,19 +709,21 @@ def test_what_it_says_of_itself(local):
 def test_log(local, capfd, monkeypatch):
     """Send requests, good and bad, and check the lines of the log. Catches: a log without the
     requests, or with a prompt; `server.py 2>&1 | head`, after which every answer was empty."""
-    time.sleep(0.1)  # for the line of the request before this test
-    capfd.readouterr()
-    local.post(COMPLETIONS, SHORT | {"user": "ann", "prompt": ["a", "b"]})
-    local.post(
-        CHAT, {"messages": HI, "max_tokens": 2, "stream": True}, **{"X-Forwarded-For": "::7"}
-    )
-    local.post(COMPLETIONS + "?key=x", {"n": 0})
-    local.post(CHAT, {"messages": "MY SECRET"})
-    for data in (b"\r\n\r\n", b"\x16\x03\x01"):
-        local.raw(data)
-    local.get("/engine")  # which a page asks for ten times a second
-    local.get("/engine", Host="a.test")
-    lines = [json.loads(line) for line in until_lines(capfd, 7)]
+    logged(capfd)
+    send, lines = local.post, []
+    two = {"messages": HI, "max_tokens": 2, "stream": True}
+    for ask in (
+        lambda: send(COMPLETIONS, SHORT | {"user": "ann", "prompt": ["a", "b"]}),
+        lambda: send(CHAT, two, **{"X-Forwarded-For": "::7"}),
+        lambda: send(COMPLETIONS + "?key=x", {"n": 0}),
+        lambda: send(CHAT, {"messages": "MY SECRET"}),
+        lambda: local.raw(b"\r\n\r\n"),
+        lambda: local.raw(b"\x16\x03\x01"),
+        lambda: local.get("/engine"),  # which a page asks for ten times a second
+        lambda: local.get("/engine", Host="a.test"),
+    ):
+        ask()  # the next one when this one's line is there
+        lines += map(json.loads, logged(capfd))
     assert "SECRET" not in str(lines)
     found = [(line["request"], line["status"], line["client"]) for line in lines]
     here = "127.0.0.1"
@@ -781,10 +786,6 @@ def test_more_clients_than_threads(local, monkeypatch, capfd):
     """Open more connections than there may be threads, and let the system refuse a thread and a
     descriptor. Catches: a thread for each client, however many there are; a server that ends, says
     nothing, or does nothing but try again."""
-
-    def num_served():
-        return sum("(Handler)" in thread.name for thread in threading.enumerate())
-
     until(lambda: not num_served())
     with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setattr(front, "MAX_THREADS", threading.active_count() + 2)
@@ -958,7 +959,8 @@ def test_slow_clients(make_local, monkeypatch, capfd):
             for _ in range(50):  # five seconds
                 time.sleep(0.1)
                 dripping.sendall(more)
-    *streams, version = until_lines(capfd, 3)
+    *streams, version = logged(capfd)
+    assert len(streams) == 2
     assert all('"status": 200, "error": "timed out"' in line for line in streams)
     assert "GET /version" in version
     for each in never:
@@ -981,15 +983,17 @@ def test_clients_that_say_no_more(local, capfd, monkeypatch):
         patch.setattr(front, "demand", lambda *check: watch(check) or demand(*check))
         assert local.post(COMPLETIONS, SHORT).status == 200
     assert next(busy for status, busy in waits if status == 503) == 1
-    until_lines(capfd, 1)
+    assert len(logged(capfd)) == 1
     for data in (b"", b"GET / HTTP", *(post()[:end] for end in (30, 60)), b"\xff" * 99):
         connect(local, data).close()
     local.get("/health")  # which proxies ask for all the time: it is not logged
     local.get("/version")
-    assert "GET /version" in "".join(until_lines(capfd, 1))
+    (line,) = logged(capfd)
+    assert "GET /version" in line
     for data in (post(), post(CHUNKS, CHUNKED)):
         connect(local, data[:-5]).close()  # within the body
-        assert f"POST {COMPLETIONS}" in "".join(until_lines(capfd, 1))
+        (line,) = logged(capfd)
+        assert f"POST {COMPLETIONS}" in line
     before = local.metrics()[ABORTED]
     with connect(local, post(LONG)) as connection:
         connection.shutdown(socket.SHUT_WR)
