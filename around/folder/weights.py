@@ -88,7 +88,8 @@ def load_model(
     config = load_config(path)
     # 1) What the files hold, and an empty model for it.
     files = locate_tensors(path)
-    config = settle_tie(config, files)
+    if "lm_head.weight" in files:  # it counts, also where the config ties it
+        config = replace(config, tie_word_embeddings=False)
     with blame(path):
         dtype = dtype or config.dtype or files["embed_tokens.weight"].empty.dtype
         with Empty("meta"):
@@ -269,23 +270,6 @@ def renamed(name: str, words: JSON) -> str:
 
 
 # --- What only some folders need ------------------------------------------------------------------
-
-
-def settle_tie(config: Config, files: Files) -> Config:
-    """Settle whether lm_head shares the embedding's weight, and return a config that says so.
-
-    Where the config ties them and both are stored, lm_head is dropped from `files` if they are
-    equal; if they differ, the result does not tie them. To be compared, both are read; neither is
-    kept in memory.
-    """
-    head = files.get("lm_head.weight")
-    embedding = files.get("embed_tokens.weight")
-    if not (config.tie_word_embeddings and head and embedding):
-        return config
-    is_equal = torch.equal(head.read().to(embedding.empty.dtype), embedding.read())
-    if is_equal:
-        del files["lm_head.weight"]
-    return replace(config, tie_word_embeddings=is_equal)
 
 
 # For models with post_norm: Hugging Face's names of norms -> ours. A norm that Llama has too gets
