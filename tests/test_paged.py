@@ -255,7 +255,7 @@ def runner_of(blocks, size, N=2, K=1, window=None, cap=None):
 
 def shapes(runner, rows):
     """Return for each group: rows, new tokens of each, and blocks."""
-    first, *_ = fast_layers(*runner.plan(rows))
+    first, *_ = fast_layers(runner.model, *runner.plan(rows))
     return [(len(each.rows), len(each.ids) // len(each.rows), each.table.shape[1])
             for each in first.rows]  # fmt: skip
 
@@ -319,7 +319,7 @@ def test_paged_attention_equals_its_slow_twin(way, window, monkeypatch):
         tokens, positions, layers, select = plan
         if way in ("fast", "mixed"):
             kind = FastLayerCache if way == "fast" else compiling.MixedLayerCache
-            layers = fast_layers(*plan, blocks=kind)
+            layers = fast_layers(runner.model, *plan, blocks=kind)
             assert all(type(layer) is kind for layer in layers)
         if way == "step":
             seen = step_of(runner.model, positions, layers)[1]

@@ -14,7 +14,7 @@ import tokenize
 
 from conftest import DRAFT, ROOT
 
-from around.fast.attending import FastLayerCache, PromptLayerCache, StepLayerCache
+from around.fast.attending import FastLayerCache, StepLayerCache
 from kv_cache import StaticLayerCache
 from paged import PagedLayerCache
 
@@ -91,7 +91,7 @@ def test_fast_paths_override_two_methods():
     changes what a class of the root plans or keeps: who edits the root would see no effect, and
     could not know why."""
     found = [kind for base in (StaticLayerCache, PagedLayerCache) for kind in derived(base)]
-    assert {PromptLayerCache, FastLayerCache, StepLayerCache} <= {*found}
+    assert {FastLayerCache, StepLayerCache} <= {*found}
     for kind in found:
         of_root = {
             name

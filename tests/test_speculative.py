@@ -315,7 +315,7 @@ def test_rows_stand_together_whatever_is_guessed(guess, monkeypatch):
         def planned(rows, plan=runner.plan):
             result = plan(rows)
             lengths = {len(row.ids) for row in rows}
-            first, *_ = fast_layers(*result)
+            first, *_ = fast_layers(MODEL, *result)
             counts.append((len(lengths), len(first.rows), len(rows)))
             return result
 

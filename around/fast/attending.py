@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from around.settings import CHUNK
-from kv_cache import StaticLayerCache, from_stored
+from kv_cache import BUCKET, StaticLayerCache, from_stored
 from model import Masks, Transformer, View, attention, products, softcap
 from paged import PagedLayerCache, Row
 
@@ -29,7 +29,7 @@ PROMPT = 16
 
 def attend_fast(model: Transformer) -> None:
     """Let a model attend fast, with either cache."""
-    replace_layers(model, fast_layers)
+    replace_layers(model, partial(fast_layers, model))
 
 
 def replace_layers(model: Transformer, change: Callable[..., list]) -> None:
@@ -45,23 +45,40 @@ def replace_layers(model: Transformer, change: Callable[..., list]) -> None:
 
 
 def fast_layers(
-    tokens: Tensor, positions: Tensor, layers: list, *select: Tensor, blocks: Any = None
+    model: Transformer,
+    tokens: Tensor,
+    positions: Tensor,
+    layers: list,
+    *select: Tensor,
+    blocks: Any = None,
 ) -> list:
     """Return the layers of a cache as they attend fast, where that pays.
 
     Args:
         blocks: what replaces PagedLayerCache; None: FastLayerCache.
     """
-    first = layers[0]
-    if type(first) is StaticLayerCache and tokens.is_cpu and tokens.shape[1] >= PROMPT:
-        return [PromptLayerCache(**vars(layer)) for layer in layers]
-    if type(first) is not PagedLayerCache:
+    if tokens.is_cpu and tokens.shape[1] >= PROMPT:
+        layers = in_blocks(model, positions, layers)
+    if type(layers[0]) is not PagedLayerCache:
         return layers
     groups = {
         view: [*groups_of(layer)] for view, layer in {layer.view: layer for layer in layers}.items()
     }
     return [
         (blocks or FastLayerCache)(**vars(layer) | {"rows": groups[layer.view]}) for layer in layers
+    ]
+
+
+def in_blocks(model: Transformer, positions: Tensor, layers: list) -> list:
+    """Return the layers of a static cache of one sequence as those of a paged one: a slab is blocks
+    of BUCKET slots, side by side. Other layers are returned as they are."""
+    if type(layers[0]) is not StaticLayerCache or len(positions) > 1:
+        return layers
+    places = positions[0].tolist()  # they stand for the ids, of which only the number is read
+    row = Row([*range(places[-1] // BUCKET + 1)], places[0], places)
+    return [
+        PagedLayerCache(each.kv[0].unflatten(1, (-1, BUCKET)), each.slots, [row], model, each.view)
+        for each in layers
     ]
 
 
@@ -231,16 +248,6 @@ def attend_to_blocks(
 
 
 # --- Prompts --------------------------------------------------------------------------------------
-
-
-class PromptLayerCache(StaticLayerCache):
-    """One layer's slabs, for a prompt."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.store(k, v)
-        end = int(self.slots[-1]) + 1  # the slots after it must not be seen
-        k, v = from_stored(self.kv[:, :, :end], q.dtype).chunk(2, 1)
-        return attend_to_prompt(q, k, v, self.view)
 
 
 PIECE = 128  # queries

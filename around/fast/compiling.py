@@ -31,7 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from around.machine import progress
 from around.settings import CHUNK, blame, supported
-from kv_cache import BUCKET, StaticCache, StaticLayerCache
+from kv_cache import StaticCache, StaticLayerCache
 from model import Layer, LayerCache, NoCache, Transformer
 from paged import PagedLayerCache, Row, Runner
 
@@ -41,6 +41,7 @@ from .attending import (
     StepLayerCache,
     attend_to_blocks,
     fast_layers,
+    in_blocks,
     max_blocks,
     replace_layers,
 )
@@ -179,23 +180,15 @@ def show_steps(
     steps: Any = tokens.is_cpu and step_of(model, positions, layers)
     if steps:
         return steps
-    layers = fast_layers(tokens, positions, layers, blocks=MixedLayerCache)
+    layers = fast_layers(model, tokens, positions, layers, blocks=MixedLayerCache)
     return [Opaque(layer.attend) for layer in layers]
 
 
 def step_of(model: Transformer, positions: Tensor, layers: list) -> list[StepLayerCache] | None:
     """Plan a step, for `run`. None: the forward is no step that can be one group, or the cache is
     one that this file does not know."""
-    if type(layers[0]) is StaticLayerCache and positions.shape == (1, 1):
-        # The slab of one sequence is blocks of BUCKET slots, side by side. There are two or more,
-        # as StaticCache adds one that is never read.
-        row = Row([*range(int(positions) // BUCKET + 1)], int(positions), [0])
-        layers = [
-            PagedLayerCache(
-                each.kv[0].unflatten(1, (-1, BUCKET)), each.slots, [row], model, each.view
-            )
-            for each in layers
-        ]
+    if positions.shape[1] == 1:
+        layers = in_blocks(model, positions, layers)
     first = layers[0]
     if type(first) is not PagedLayerCache or positions.shape[1] > len(first.rows):
         return None
