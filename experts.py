@@ -17,11 +17,9 @@ from model import MLP, Config, Transformer
 
 
 def add_experts(model: Transformer) -> None:
-    """Replace the MLP by experts in each layer for which the model's config asks for them."""
-    config = model.config
-    for i, layer in enumerate(model.layers):
-        if i not in config.mlp_only_layers and (i + 1) % config.decoder_sparse_step == 0:
-            layer.mlp = SparseMLP(config)
+    """Replace the MLP of each layer by experts."""
+    for layer in model.layers:
+        layer.mlp = SparseMLP(model.config)
 
 
 class SparseMLP(nn.Module):

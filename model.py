@@ -67,8 +67,6 @@ class Config:
     num_experts_per_tok: int = 1
     moe_intermediate_size: int | None = None  # F of an expert; None: intermediate_size
     norm_topk_prob: bool = True  # whether the weights of a token's experts sum to 1
-    decoder_sparse_step: int = 1  # n: every n-th layer has experts, the others a plain MLP
-    mlp_only_layers: list = field(default_factory=list)  # indices of layers with a plain MLP
 
     @property
     def views(self) -> "list[View]":

@@ -148,8 +148,8 @@ FIELDS: dict[str, dict[str, Any]] = {  # a family -> its settings -> values that
     # Modules are built for each expert before the weights are read; and other kinds of router.
     "Mixtral": {
         "num_local_experts": SENSELESS, "num_experts_per_tok": (*SENSELESS, 9),
-        "moe_intermediate_size": SENSELESS, "decoder_sparse_step": SENSELESS, "n_group": (8,),
-        "mlp_only_layers": (0, "0", {}), "norm_topk_prob": ("no",), "scoring_func": ("sigmoid",)},
+        "moe_intermediate_size": SENSELESS, "decoder_sparse_step": (0, 2), "n_group": (8,),
+        "mlp_only_layers": ([0], 0, {}), "norm_topk_prob": ("no",), "scoring_func": ("sigmoid",)},
     # A number that a family folds is missing or is none; a list has another length than the layers.
     "Granite": dict.fromkeys(GRANITE, (..., None, 0, "1", math.nan)),
     "Gemma3": {

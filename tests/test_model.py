@@ -127,8 +127,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-window-tied": ("Mixtral", {"num_local_experts": 5, "sliding_window": WINDOW, **TIED}),
     "qwen3moe": ("Qwen3Moe", QWEN3MOE),
     "qwen3moe-norm": ("Qwen3Moe", QWEN3MOE | {"norm_topk_prob": True, "attention_bias": True}),
-    "qwen3moe-some-layers": ("Qwen3Moe", QWEN3MOE | {
-        "num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
     "qwen3moe-one-expert-a-token": ("Qwen3Moe", QWEN3MOE | {"num_experts_per_tok": 1}),
 }  # fmt: skip
 

@@ -62,7 +62,7 @@ FAMILIES = {
         "vocab_size": 9, "tie_word_embeddings": True},
     "experts": {
         "architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 4, "num_experts": 6,
-        "num_experts_per_tok": 3, "moe_intermediate_size": 64, "mlp_only_layers": [0]},
+        "num_experts_per_tok": 3, "moe_intermediate_size": 64},
 }  # fmt: skip
 QUANTISED = {
     "bundled int4": 64, "two kv heads int8": -1, "two kv heads int4": 8, "plain int4": 32,

@@ -267,9 +267,8 @@ CONFIGS = {
     # Windows, norms of q and k, biases and an lm_head, which the bundled model does not have.
     "sliding": replace(SMALL, num_key_value_heads=1, head_dim=32, windows=(5, None, 5),
                        qkv_bias=True, qk_norm=True),
-    # A layer with one MLP, and two with six experts, two of which run for each token.
-    "experts": replace(SMALL, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64,
-                       mlp_only_layers=[0]),
+    # Six experts, two of which run for each token.
+    "experts": replace(SMALL, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64),
     # Norms before and after each part, norms of q and k over all heads, gelu, a multiplier of the
     # embedding, a layer without rope, and caps.
     "sandwich": replace(

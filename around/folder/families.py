@@ -87,6 +87,7 @@ PARTICULAR = dict(embedding_multiplier=float, attention_multiplier=float, residu
 # Settings that must have this value, or be left out. Shared experts need no check here, because
 # models that have them have other architecture names.
 ONLY: JSON = dict(hidden_act="silu", hidden_activation="gelu_pytorch_tanh", scoring_func="softmax",
+    decoder_sparse_step=1, mlp_only_layers=[],  # experts in each layer
     n_group=1, is_causal=True, use_bidirectional_attention=False)  # fmt: skip
 # Defaults for all families. None: the file, or the family, must have it.
 DEFAULTS: JSON = dict(num_hidden_layers=None, num_attention_heads=None, hidden_size=None,

@@ -30,11 +30,7 @@ COUNTS = [20, 3, 9, 6]  # tokens that generate() writes after each of TEXTS
 
 
 def sizes(experts: int, each: int) -> dict[str, Any]:
-    """The first layer of three has a plain MLP: it has nothing to send."""
-    return {
-        "num_experts": experts, "num_experts_per_tok": each, "num_hidden_layers": 3,
-        "mlp_only_layers": [0],
-    }  # fmt: skip
+    return {"num_experts": experts, "num_experts_per_tok": each, "num_hidden_layers": 2}
 
 
 def model(case: str) -> Transformer:
@@ -42,7 +38,7 @@ def model(case: str) -> Transformer:
     if case == "even":
         return tiny_model(**sizes(5, 2))
     skewed = tiny_model(**sizes(8, 2))
-    for block in skewed.layers[1:]:
+    for block in skewed.layers:
         gate = block.mlp.gate.weight
         gate[4:] = 0  # scores 0, where two of those below score more
         gate[:4] = torch.tensor([[1.0], [0.9], [-1.0], [-0.9]]) * gate[0]
