@@ -370,7 +370,6 @@ def test_free_memory(monkeypatch, tmp_path):
         (0, "max", "2000\n", "2600\n", STAT),
         (5120, "max", "max\n", "1050\n", STAT),
         (5120, "max", f"{2**63}\n", "2600\n", STAT),  # more than the machine has
-        (3000, "high", "4000", "1050", STAT),
     ])  # fmt: skip
     for i, (group, (free, limit, *texts)) in enumerate(rows):
         root = tmp_path / str(i)

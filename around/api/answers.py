@@ -189,8 +189,7 @@ class Choice:
         if calls:
             message["content"] = text or None
             message["tool_calls"] = [
-                ({"index": i} if self.key == "delta" else {})
-                | dict(id=f"call_{secrets.token_hex(12)}", type="function", function=call)
+                dict(index=i, id=f"call_{secrets.token_hex(12)}", type="function", function=call)
                 for i, call in enumerate(calls, num_calls)
             ]
         return {

@@ -23,7 +23,6 @@ class API:
         defaults: sampling settings for a body that leaves them out.
         system: a system prompt for a chat that has none.
         form: how the model writes function calls; None: its chat template shows none that is read.
-        longest_token: its bytes.
     """
 
     def __init__(
@@ -44,7 +43,6 @@ class API:
         self.defaults = defaults
         self.system = system
         self.form = FORMS.get(tool_format) or form_in(self.tokenizer.tool_template)
-        self.longest_token = max(map(len, self.tokenizer.token_bytes))
 
     def prepare(self, body: JSON, chat: bool) -> "Completion":
         """Check a body, and make a Request for each prompt. They are not submitted.
@@ -76,26 +74,20 @@ class API:
         """Make a request for one prompt, a text or ids, if it and the output fit."""
         ids = check("prompt", prompt, str | list)
         if isinstance(prompt, str):
-            # To tokenise a text of 4 MB takes seconds, so refuse first what can never fit.
-            self.check_length(len(prompt) // self.longest_token, {}, source)
             ids = self.tokenizer.encode(prompt, fields["add_special_tokens"])
-        self.check_length(len(ids), fields, source)
-        return self.engine.prepare(
-            ids, params, priority=fields.get("priority", 0), cache_salt=fields.get("cache_salt")
-        )
-
-    def check_length(self, least: int, fields: JSON, source: str) -> None:
-        """Raise a Problem unless `least` tokens of a prompt and the output fit."""
         longest = self.engine.max_seq_len
-        asked = least + fields.get("max_tokens", 1)  # at least one token has to fit
+        asked = len(ids) + fields.get("max_tokens", 1)  # at least one token has to fit
         demand(
             asked <= longest,
             400,
             # Clients search for this wording, which is OpenAI's.
             f"This model's maximum context length is {longest} tokens. However, you requested "
-            f"{asked} tokens, at least {least} of them in the prompt: ask for less.",
+            f"{asked} tokens, {len(ids)} of them in the prompt: ask for less.",
             source,
             "context_length_exceeded",
+        )
+        return self.engine.prepare(
+            ids, params, priority=fields.get("priority", 0), cache_salt=fields.get("cache_salt")
         )
 
     def sampling_params(self, fields: JSON, chat: bool) -> SamplingParams:

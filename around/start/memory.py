@@ -59,11 +59,9 @@ def free_memory(device: torch.device) -> int:
         free = [int(found[0]) * 1024]  # it is in kB
     except (OSError, IndexError):  # no /proc, or an old one: half of the physical memory
         free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
-    # A control group's limit, its usage and what that consists of. Above memory.high the system
-    # slows a group down.
-    for file in ("memory.max", "memory.high"):
-        for limit, used, *stat in machine.group_limits(file, "memory.current", "memory.stat"):
-            # The pattern finds inactive_file too. Both together are the cached files.
-            cached = re.findall(r"active_file (\d+)", " ".join(stat))
-            free.append(max(0, int(limit) - int(used) + sum(map(int, cached))))
+    # A control group's limit, its usage and what that consists of.
+    for limit, used, *stat in machine.group_limits("memory.max", "memory.current", "memory.stat"):
+        # The pattern finds inactive_file too. Both together are the cached files.
+        cached = re.findall(r"active_file (\d+)", " ".join(stat))
+        free.append(max(0, int(limit) - int(used) + sum(map(int, cached))))
     return min(free) // int(os.getenv("LOCAL_WORLD_SIZE", "1"))
