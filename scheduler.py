@@ -185,10 +185,6 @@ class Proposer:
         """
         return [[token] for token in sample(logits, seqs)]
 
-    def summary(self) -> str:
-        """Describe in one line how many guesses were accepted."""
-        return "there were no guesses"
-
 
 # --- The engine -----------------------------------------------------------------------------------
 

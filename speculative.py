@@ -102,20 +102,13 @@ class SpeculativeProposer(Proposer):
         choose = verify_greedy if all(seq.takes_argmax for seq in seqs) else verify_drawn
         results = []
         for seq, rows, (count, last_id) in zip(seqs, split_logits, choose(logits, seqs)):
-            for i in range(len(seq.guess.ids)):  # for summary()
+            for i in range(len(seq.guess.ids)):
                 self.offered[i] += 1
                 self.accepted[i] += i < count
             # 2) Score the tokens that are kept.
             kept = [*seq.guess.ids[:count], last_id]
             results.append(scored(rows[: count + 1], kept, [seq.params.logprobs] * len(kept)))
         return results
-
-    def summary(self) -> str:
-        """Describe in one line how many guesses were accepted; k must not be 0."""
-        times = self.offered[0]
-        return (
-            f"{times} times guessed, {sum(self.accepted) / max(1, times):.2f} accepted on average"
-        )
 
 
 def verify_drawn(logits: Tensor, seqs: list[EngineSequence]) -> Iterable[tuple]:

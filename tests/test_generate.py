@@ -131,7 +131,9 @@ def test_text_and_statistics(path, cli, monkeypatch):
     )
     n = 1 + (path == "samples")
     slow = recompute(temperature=0)
-    guessed = r"\d+ times guessed.*\n" if path in ("speculate", "draft", "both") else ""
+    guessed = (
+        r"\d+ of \d+ guesses were accepted\n" if path in ("speculate", "draft", "both") else ""
+    )
     for words in ((), ("--plain",)):
         made.clear()
         flushed.clear()

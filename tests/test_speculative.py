@@ -353,8 +353,8 @@ class Script(SpeculativeProposer):
 
 def test_what_became_of_the_guesses():
     """Guess a known text with mistakes, and check what is offered, accepted and counted. Catches: a
-    count that is off by one; a division by zero where nothing was guessed; guesses for tokens that
-    will not be needed, or before the first token."""
+    count that is off by one; guesses for tokens that will not be needed, or before the first
+    token."""
     at = engine(max_num_batched_tokens=16, speculate=3)
     at.proposer = proposer = Script(3)
     (sequence,) = at.add_request(IDS, replace(GREEDY, max_tokens=11)).outputs
@@ -363,10 +363,6 @@ def test_what_became_of_the_guesses():
     assert sequence.token_ids == TEXT[:11]
     # 0; 1 2 and 3 refused; 4 refused; 5 6 7 and 8; 9 refused, and 10 is the last
     assert proposer.offered == [4, 3, 3] and proposer.accepted == [2, 2, 1]
-    assert proposer.summary() == "4 times guessed, 1.25 accepted on average"
-    assert (
-        NGram(4).summary().startswith("0 times guessed")
-    )  # where max_tokens leaves no room for one
     for k, room, count in ((4, 9, 4), (4, 4, 3), (4, 1, 0), (1, 2, 1)):
         seq = EngineSequence(Request(), [1, 2], SamplingParams(max_tokens=room + 1), config(9))
         assert SpeculativeProposer(k).count(seq) == 0
@@ -429,16 +425,15 @@ def test_guesses_on_the_command_line(capfd, tmp_path):
     words = f"--checkpoint {DRAFT} --max-tokens 20 --temperature 0 --ignore-eos --dtype float32"
     words = [*words.split(), "--device", "cpu", "--prompt", "To be, or not to be: that is\n" * 2]
     drafted = f"--draft-checkpoint {DRAFT} "
-    for flags, most in (
-        (drafted + "--quantize int8", 4), (drafted + "--speculate 2", 2),
-        (drafted + "--speculate 0 --n 2", 0), ("--speculate-ngram 3 --kv-dtype int8", 3),
+    for flags, least in (  # the least share of guesses that are right; None: there are no guesses
+        (drafted + "--quantize int8", 0), (drafted + "--speculate 2", 0.75),  # it guesses itself
+        (drafted + "--speculate 0 --n 2", None), ("--speculate-ngram 3 --kv-dtype int8", 0),
     ):  # fmt: skip
         assert command_line.main([*words, *flags.split()]) == 0
         err = capfd.readouterr().err
-        found = re.search(r"\d+ times guessed, (\d\.\d\d) accepted on average$", err)
-        mean = float(found[1]) if found else 0
-        assert bool(found) == bool(most) and mean <= most, err
-        assert most != 2 or mean > 1.5  # it guesses for itself
+        found = re.search(r"(\d+) of (\d+) guesses were accepted$", err)
+        assert bool(found) == (least is not None), err
+        assert not found or least <= int(found[1]) / int(found[2]) <= 1
     # Of another size over the same tokens, as Qwen2.5's are padded, it was refused.
     command_line.main(words)
     want, tensors = capfd.readouterr().out, load_file(DRAFT / "model.safetensors")
@@ -449,4 +444,4 @@ def test_guesses_on_the_command_line(capfd, tmp_path):
         save_file(tensors | table, folder / "model.safetensors")
         assert command_line.main([*words, "--draft-checkpoint", str(folder)]) == 0
         out, err = capfd.readouterr()
-        assert out == want and "times guessed" in err
+        assert out == want and "guesses were accepted" in err

@@ -88,8 +88,9 @@ def run_engine(args: Namespace, asked: Asked, ranks: Ranks) -> int:
         status = chat(engine, asked.params, args.system)
     else:
         status = write_all(engine, asked.text, asked.params)
-    if engine.proposer.k:  # it may guess
-        say(engine.proposer.summary())
+    offered = sum(engine.proposer.offered)
+    if offered:
+        say(f"{sum(engine.proposer.accepted)} of {offered} guesses were accepted")
     return status
 
 
