@@ -21,7 +21,7 @@ STACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_pr
 IDS = torch.arange(256)[None]  # a text of 256 tokens, and also their positions
 # The changes to Llama 3's config.json, made one at a time. None: the line becomes null.
 CHANGES = dict.fromkeys(("rms_norm_eps", "rope_scaling", "rope_theta", "tie_word_embeddings"))
-CHANGES |= {"head_dim": 8, "architectures": ["Qwen3ForCausalLM"], "hidden_act": "gelu"}
+CHANGES |= {"head_dim": 8, "model_type": "qwen3", "hidden_act": "gelu"}
 
 
 def fill(model: Transformer, stored: dict[str, torch.Tensor]) -> set[str]:

@@ -393,10 +393,10 @@ def test_bad_checkpoints(cli, folder, tmp_path, monkeypatch):
     """Run with a wrong path, an unknown family, missing files and weights of NaN, and check the
     error. Catches: a traceback; "pip install tokenizers" whether it is installed or not; NaN shown
     as a text of the vocabulary's first word. (Only the tokenizer's config may be missing.)"""
-    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     fails(cli("--checkpoint", tmp_path / "typo"), r"typo: no model folder")
     for flag in ("--checkpoint", "--draft-checkpoint"):
-        fails(cli(flag, tmp_path), r"BertModel.*supported: .*Llama")
+        fails(cli(flag, tmp_path), r"bert.*supported: .*llama")
     (folder / "tokenizer.model").rename(tmp_path / "away")
     fails(cli("--checkpoint", folder), r"tokenizer\.model")
     (tmp_path / "away").rename(folder / "tokenizer.model")

@@ -76,8 +76,7 @@ WAYS = {
 ALONE = ("greedy", "windows", "preempted", "int8 keys", "a step in parts")
 
 
-MOE = dict(architectures=["Qwen3MoeForCausalLM"], num_experts=4, num_experts_per_tok=2,
-    moe_intermediate_size=32)  # fmt: skip
+MOE = dict(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 SMALL = Config(32, 16, 16, 1, 2, 1, 8)
 FORMS = {"plain": {}, "windows": dict(sliding_window=5), "experts": MOE}
 

@@ -29,8 +29,8 @@ from model import FusedLinear
 from quantize import MODES, QuantLinear, linears, quantize_model, round_to_nearest
 from tools import convert
 
-QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}
-EXPERTS = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3}
+QWEN2 = {"model_type": "qwen2"}
+EXPERTS = {"model_type": "mixtral", "num_local_experts": 3}
 TIED = {"tie_word_embeddings": True}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 F32, BF16, F16 = DTYPES

@@ -52,17 +52,22 @@ PROGRAM, WORKER = ROOT / "generate.py", ROOT / "tests" / "tp_worker.py"
 FAMILIES = {
     "plain": {}, "square": {"intermediate_size": 64},
     "one kv head": {  # norms on q and k, windows, words that 2 and 4 do not divide
-        "architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 1, "head_dim": 16,
+        "model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 16,
         "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "vocab_size": 129},
     "two kv heads": {  # and every bias there is
         "num_attention_heads": 8, "attention_bias": True, "mlp_bias": True, "vocab_size": 127,
         "head_dim": 16},
     "nine words": {  # tied; of 4 ranks the last has nothing of the vocabulary
-        "architectures": ["MistralForCausalLM"], "num_key_value_heads": 4, "sliding_window": 6,
+        "model_type": "mistral", "num_key_value_heads": 4, "sliding_window": 6,
         "vocab_size": 9, "tie_word_embeddings": True},
     "experts": {
+<<<<<<< HEAD
         "architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 4, "num_experts": 6,
         "num_experts_per_tok": 3, "moe_intermediate_size": 64},
+=======
+        "model_type": "qwen3_moe", "num_key_value_heads": 4, "num_experts": 6,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 64, "mlp_only_layers": [0]},
+>>>>>>> 330f119 (The model_type says which family a folder is, as in transformers: architectures is not read)
 }  # fmt: skip
 QUANTISED = {
     "bundled int4": 64, "two kv heads int8": -1, "two kv heads int4": 8, "plain int4": 32,
@@ -221,7 +226,7 @@ def test_what_can_be_shared(folders, tmp_path, monkeypatch):
         (heads(12, 4), 6, "num_key_value_heads': 4.* cannot .*6 ranks"),
         (heads(9, 3, intermediate_size=90), 2, "by 2 ranks: take a common divisor"),
         ({"intermediate_size": 98}, 4, "'intermediate_size': 98.* cannot .*4 ranks"),
-        ({"architectures": ["MixtralForCausalLM"], "num_experts": 2, "moe_intermediate_size": 6}, 4,
+        ({"model_type": "mixtral", "num_experts": 2, "moe_intermediate_size": 6}, 4,
          "moe_intermediate_size': 6.* cannot .*4 ranks"),
         ("olmo2", 2, "wide_qk_norm"),  # a mean over the heads of all ranks
         # Integers with the scales of another group; or of a group as wide as the model, as of int8.

@@ -51,9 +51,9 @@ DRAFTS = {
     "small": random_model(num_hidden_layers=1, num_attention_heads=1, head_dim=4),
 }
 TINY = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 40, "hidden_size": 64,
-    "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
+    "model_type": "llama", "vocab_size": 40, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64, "tie_word_embeddings": False,
 }  # fmt: skip
 
 

@@ -31,8 +31,8 @@ def load_config(path: Path | str) -> Config:
     """Read `config.json` of a checkpoint folder, and the EOS ids in `generation_config.json`.
 
     Raises:
-        InputError: the file is missing or not valid JSON, or it names an architecture or a
-            setting that does not run here.
+        InputError: the file is missing or not valid JSON, or it names a family or a setting that
+            does not run here.
     """
     file = Path(path) / "config.json"
     adapter = file.with_name("adapter_config.json")

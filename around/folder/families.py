@@ -21,40 +21,40 @@ from model import Config
 
 # --- What config.json may leave out ---------------------------------------------------------------
 
-# The families that run here, and for each the defaults of settings that its config.json may leave
-# out. None: the file must have it.
+# The families that run here, by their model_type, and for each the defaults of settings that its
+# config.json may leave out. None: the file must have it. As in transformers, `architectures` is not
+# read: some tools leave it out, and some write it in their own way, such as LLaMAForCausalLM.
 MISTRAL = dict(num_key_value_heads=8, eos_token_id=2, max_position_embeddings=131072)
 QWEN = dict(num_key_value_heads=32, max_position_embeddings=32768)
 GEMMA = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=4096,
     eos_token_id=1, tie_word_embeddings=True, query_pre_attn_scalar=256)  # fmt: skip
 FAMILIES: dict[str, JSON] = dict(
-    LlamaForCausalLM=dict(eos_token_id=2),
-    MistralForCausalLM=dict(MISTRAL, sliding_window=4096),
-    MinistralForCausalLM=dict(MISTRAL, sliding_window=4096),
-    Ministral3ForCausalLM=dict(MISTRAL, head_dim=128, max_position_embeddings=262144,
-        rms_norm_eps=1e-5,
+    llama=dict(eos_token_id=2),
+    mistral=dict(MISTRAL, sliding_window=4096),
+    ministral=dict(MISTRAL, sliding_window=4096),
+    ministral3=dict(MISTRAL, head_dim=128, max_position_embeddings=262144, rms_norm_eps=1e-5,
         rope_parameters=dict(rope_type="yarn", rope_theta=1e6, factor=16.0, mscale=1.0,
             mscale_all_dim=1.0, original_max_position_embeddings=16384, llama_4_scaling_beta=0.1)),
-    MixtralForCausalLM=dict(MISTRAL,  # without a window unless the file names one
+    mixtral=dict(MISTRAL,  # without a window unless the file names one
         num_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-5, rope_theta=1e6),
-    Qwen2ForCausalLM=QWEN,
-    Qwen3ForCausalLM=dict(QWEN, head_dim=128),
-    Qwen3MoeForCausalLM=dict(QWEN, num_key_value_heads=4,
-        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False),
+    qwen2=QWEN,
+    qwen3=dict(QWEN, head_dim=128),
+    qwen3_moe=dict(QWEN, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8,
+        moe_intermediate_size=768, norm_topk_prob=False),
     # Here a missing list, and a multiplier of Granite's, is an error. transformers makes the list
     # by a rule, and takes the multiplier as 1.
-    SmolLM3ForCausalLM=dict(num_key_value_heads=4, eos_token_id=128001, rope_theta=2e6,
+    smollm3=dict(num_key_value_heads=4, eos_token_id=128001, rope_theta=2e6,
         tie_word_embeddings=True, no_rope_layers=None, max_position_embeddings=32768),
-    Phi3ForCausalLM=dict(eos_token_id=32000, rms_norm_eps=1e-5, max_position_embeddings=4096,
+    phi3=dict(eos_token_id=32000, rms_norm_eps=1e-5, max_position_embeddings=4096,
         original_max_position_embeddings=4096),
-    GraniteForCausalLM=dict(eos_token_id=2, embedding_multiplier=None, attention_multiplier=None,
+    granite=dict(eos_token_id=2, embedding_multiplier=None, attention_multiplier=None,
         residual_multiplier=None, logits_scaling=None),
-    Gemma2ForCausalLM=dict(GEMMA, vocab_size=256000, max_position_embeddings=8192,
+    gemma2=dict(GEMMA, vocab_size=256000, max_position_embeddings=8192,
         attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
-    Gemma3ForCausalLM=dict(GEMMA, vocab_size=262208, max_position_embeddings=131072,
-        rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=6,
+    gemma3_text=dict(GEMMA, vocab_size=262208, max_position_embeddings=131072, rope_theta=1e6,
+        rope_local_base_freq=1e4, sliding_window_pattern=6,
         attn_logit_softcapping=None, final_logit_softcapping=None),
-    Olmo2ForCausalLM=dict(eos_token_id=50279, rms_norm_eps=1e-5))  # fmt: skip
+    olmo2=dict(eos_token_id=50279, rms_norm_eps=1e-5))  # fmt: skip
 # What a family does whatever its file says: fields of model.Config, settings of config.json that it
 # does not read, and
 #   norm_offset    is added to the weights of norms
@@ -68,16 +68,14 @@ EACH_LAYER = dict(ALL_WINDOWS, layer_types=None)
 BOTH_GEMMAS = dict(ALL_WINDOWS, post_norm=True, gelu=True, norm_offset=1.0, root_of_width=True,
     hidden_act="silu")  # stands for the file's, which is not read, and passes ONLY  # fmt: skip
 FIXED: dict[str, JSON] = dict(
-    LlamaForCausalLM=NO_WINDOWS, GraniteForCausalLM=NO_WINDOWS,
-    MistralForCausalLM=ALL_WINDOWS, MinistralForCausalLM=ALL_WINDOWS,
-    MixtralForCausalLM=EACH_LAYER, Ministral3ForCausalLM=EACH_LAYER,
-    Phi3ForCausalLM=dict(EACH_LAYER, partial_rope=True),
-    Qwen2ForCausalLM=dict(qkv_bias=True, o_bias=False),
-    Qwen3ForCausalLM=dict(qk_norm=True),
-    Qwen3MoeForCausalLM=dict(qk_norm=True, max_window_layers=0, layer_types=None),
-    Gemma2ForCausalLM=dict(BOTH_GEMMAS, sliding_window_pattern=2),
-    Gemma3ForCausalLM=dict(BOTH_GEMMAS, qk_norm=True),
-    Olmo2ForCausalLM=dict(NO_WINDOWS, wide_qk_norm=True, pre_norm=False, post_norm=True),
+    llama=NO_WINDOWS, granite=NO_WINDOWS,
+    mistral=ALL_WINDOWS, ministral=ALL_WINDOWS,
+    mixtral=EACH_LAYER, ministral3=EACH_LAYER, phi3=dict(EACH_LAYER, partial_rope=True),
+    qwen2=dict(qkv_bias=True, o_bias=False), qwen3=dict(qk_norm=True),
+    qwen3_moe=dict(qk_norm=True, max_window_layers=0, layer_types=None),
+    gemma2=dict(BOTH_GEMMAS, sliding_window_pattern=2),
+    gemma3_text=dict(BOTH_GEMMAS, qk_norm=True),
+    olmo2=dict(NO_WINDOWS, wide_qk_norm=True, pre_norm=False, post_norm=True),
 )  # fmt: skip
 # Settings, with their types, that a family reads only if its entry in FAMILIES has them.
 PARTICULAR = dict(embedding_multiplier=float, attention_multiplier=float, residual_multiplier=float,
@@ -85,7 +83,7 @@ PARTICULAR = dict(embedding_multiplier=float, attention_multiplier=float, residu
     sliding_window_pattern=int, no_rope_layers=list, attn_logit_softcapping=float | None,
     final_logit_softcapping=float | None)  # fmt: skip
 # Settings that must have this value, or be left out. Shared experts need no check here, because
-# models that have them have other architecture names.
+# models that have them have other model types.
 ONLY: JSON = dict(hidden_act="silu", hidden_activation="gelu_pytorch_tanh", scoring_func="softmax",
     decoder_sparse_step=1, mlp_only_layers=[],  # experts in each layer
     n_group=1, is_causal=True, use_bidirectional_attention=False)  # fmt: skip
@@ -96,29 +94,22 @@ DEFAULTS: JSON = dict(num_hidden_layers=None, num_attention_heads=None, hidden_s
     max_position_embeddings=2048, rope_theta=1e4, partial_rotary_factor=1.0, rope_parameters={},
     embedding_multiplier=1.0, residual_multiplier=1.0, logits_scaling=1.0,
     quantization_config={})  # fmt: skip
-# The model_type of each family, which in most is its name in small letters.
-TYPES = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES} | dict(
-    qwen3_moe="Qwen3MoeForCausalLM", gemma3_text="Gemma3ForCausalLM")  # fmt: skip
 
 
 def with_defaults(raw: JSON) -> JSON:
     """Return the settings of a config.json, with the defaults for those that it leaves out, and
     without those that its family does not read."""
-    text = raw.get("text_config")
-    if text:  # the text model of one with images runs, and an image in a chat is refused
-        raw = raw | check("text_config", text, dict)
-        name = choose("the model_type of text_config", text.get("model_type"), TYPES)
-    else:  # some tools write no architectures; then the type says what it is
-        names = raw.get("architectures") or [TYPES.get(raw.get("model_type", ""))]
-        name = supported("architectures", check("architectures", names, list)[0], *FAMILIES)
-    family = FAMILIES[name]
+    # Of a model with images, the text model runs, and its model_type counts. An image in a chat is
+    # refused.
+    raw = raw | check("text_config", raw.get("text_config") or {}, dict)
+    family = choose("model_type", raw.get("model_type"), FAMILIES)
     read = {key: raw[key] for key in raw.keys() - (PARTICULAR.keys() - family.keys())}
     # A null in the file removes the family's default (in Mistral, the window). Then the one of
     # DEFAULTS counts, if there is one.
     merged = without_nulls(family | read)
     for setting in PARTICULAR.keys() & family.keys():
         check(setting, merged.get(setting), PARTICULAR[setting])
-    settings = ONLY | DEFAULTS | merged | FIXED.get(name, {})
+    settings = ONLY | DEFAULTS | merged | FIXED.get(raw["model_type"], {})
     for setting, only in ONLY.items():
         supported(setting, settings[setting], only)
     return settings

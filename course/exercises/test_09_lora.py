@@ -160,10 +160,10 @@ def test_rank_stabilised_adapters_scale_by_the_root(tmp_path: Path) -> None:
 # Settings that are folded into the weights when a folder is read: factors on the rows of q, o and
 # down, and another order of the rows of q and k.
 FOLDING: dict[str, dict[str, Any]] = {
-    "Granite": {"embedding_multiplier": 3.0, "attention_multiplier": 0.5,
+    "granite": {"embedding_multiplier": 3.0, "attention_multiplier": 0.5,
         "residual_multiplier": 0.3, "logits_scaling": 2.0},
-    "Llama": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-    "Phi3": {"partial_rotary_factor": 0.5},
+    "llama": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    "phi3": {"partial_rotary_factor": 0.5},
 }  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def test_it_is_folded_as_its_weight_is(family: str, fused: bool, tmp_path: Path)
     """Bug: the rows of the weight are multiplied, or in another order, and those of B are not. And
     an adapter of Phi-3 names whole FusedLinears, as its files do."""
     raw = {
-        "architectures": [f"{family}ForCausalLM"], "vocab_size": 32, "hidden_size": 16,
+        "model_type": family, "vocab_size": 32, "hidden_size": 16,
         "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8,
         "num_key_value_heads": 1, "tie_word_embeddings": True, "dtype": "float32",
     }  # fmt: skip

@@ -22,7 +22,7 @@ from scheduler import Engine
 from tools import convert
 
 T = 80  # tokens; an error in the positions may show only after 30 or so
-FAMILY = "CohereForCausalLM"
+FAMILY = "cohere"
 D, H, GROUP = 48, 12, 8
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": D, "intermediate_size": 56, "num_hidden_layers": 2,
@@ -251,7 +251,7 @@ def test_through_the_paged_engine(cohere: Saved) -> None:
 def test_what_a_file_leaves_out(tmp_path: Path) -> None:
     """A file that has only sizes means transformers' defaults for all the rest."""
     defaults = save(tmp_path, "Cohere", SIZES)
-    raw = {"architectures": [FAMILY]} | SIZES
+    raw = {"model_type": FAMILY} | SIZES
     (tmp_path / "config.json").write_text(json.dumps(raw))
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     model, theirs = load(tmp_path), defaults.hf.config
@@ -317,7 +317,7 @@ def test_a_gptq_folder(tmp_path: Path) -> None:
 
 def config_of(folder: Path, **changes: Any) -> Any:
     """Write the shortest config.json of a family and read it."""
-    raw = {"architectures": [FAMILY]} | SIZES | changes
+    raw = {"model_type": FAMILY} | SIZES | changes
     (folder / "config.json").write_text(json.dumps(raw))
     return load_config(folder)
 
@@ -330,7 +330,7 @@ def config_of(folder: Path, **changes: Any) -> Any:
         ({"logit_scale": 0}, "logit_scale"),
         ({"logit_scale": "1/16"}, "logit_scale"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"architectures": ["Cohere2ForCausalLM"]}, "Cohere2ForCausalLM"),
+        ({"model_type": "cohere2"}, "cohere2"),
     ],
 )
 def test_what_is_not_supported_is_refused(
@@ -369,7 +369,7 @@ def test_other_families_do_not_read_its_settings(cohere: Saved, tmp_path: Path, 
     load(cohere.folder)
     names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier")
     own = dict.fromkeys((*names, "logits_scaling"), 0.5) if kind == "Granite" else {}
-    own |= {"architectures": [f"{kind}ForCausalLM"], "rms_norm_eps": 1e-3}
+    own |= {"model_type": kind.lower(), "rms_norm_eps": 1e-3}
     own |= {"num_key_value_heads": 2}
     plain = config_of(tmp_path, **own)
     named = config_of(tmp_path, **own, **OWN, use_qk_norm=True)
