@@ -61,13 +61,8 @@ FAMILIES = {
         "model_type": "mistral", "num_key_value_heads": 4, "sliding_window": 6,
         "vocab_size": 9, "tie_word_embeddings": True},
     "experts": {
-<<<<<<< HEAD
-        "architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 4, "num_experts": 6,
-        "num_experts_per_tok": 3, "moe_intermediate_size": 64},
-=======
         "model_type": "qwen3_moe", "num_key_value_heads": 4, "num_experts": 6,
-        "num_experts_per_tok": 3, "moe_intermediate_size": 64, "mlp_only_layers": [0]},
->>>>>>> 330f119 (The model_type says which family a folder is, as in transformers: architectures is not read)
+        "num_experts_per_tok": 3, "moe_intermediate_size": 64},
 }  # fmt: skip
 QUANTISED = {
     "bundled int4": 64, "two kv heads int8": -1, "two kv heads int4": 8, "plain int4": 32,
