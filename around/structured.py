@@ -198,7 +198,7 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
     # have them.
     vars(spell).update(
         is_tokenizer_wrapper=True,
-        tokens=[*(tokenizer.token_bytes + [b""] * V)[:V], b""],
+        tokens=[*map(tokenizer.bytes_of, range(V)), b""],
         special_token_ids=[i for i in range(V) if not tokenizer.is_text(i)],
         eos_token_id=V,  # is needed, but eos_token, below, overrides it
         bos_token_id=None,

@@ -153,7 +153,7 @@ def check_scores(found, twin, shown, echo):
         assert found["top_logprobs"][0] is None and all(found["top_logprobs"][1:n])
     assert found["token_logprobs"] == [value and near(value) for value in values]
     for top, token in zip(found["top_logprobs"][n:], twin.tokens, strict=True):
-        words = [(TOKENIZER.token_bytes[i].decode(), value) for i, value in token.top]
+        words = [(TOKENIZER.bytes_of(i).decode(), value) for i, value in token.top]
         assert top == near(dict(words) | {token.text: token.logprob})
 
 
@@ -163,7 +163,7 @@ def check_content(found, twin):
         assert entry["token"] == bytes(entry["bytes"]).decode() == token.text
         assert entry["logprob"] == near(token.logprob)
         top = [(each["token"], each["logprob"]) for each in entry["top_logprobs"]]
-        assert top == [(TOKENIZER.token_bytes[i].decode(), near(p)) for i, p in token.top]
+        assert top == [(TOKENIZER.bytes_of(i).decode(), near(p)) for i, p in token.top]
 
 
 @pytest.mark.parametrize("name", ASKED)

@@ -49,11 +49,9 @@ def load_config(path: Path | str) -> Config:
         )
     raw = read_json(file)
     with blame(file):
-        # 1) What the file says, and its family's defaults. The family's EOS counts only if neither
-        # file names one. If generation_config.json does, [] takes its place, and eos_ids adds that.
+        # 1) What the file says, and its family's defaults. A family has none for EOS: if no file
+        # names it, the tokenizer's counts.
         generation = read_optional(file.with_name("generation_config.json"))
-        if "eos_token_id" in generation:
-            raw.setdefault("eos_token_id", [])
         raw = with_defaults(raw)
         # 2) Defaults that follow from other settings.
         heads = check("num_attention_heads", raw["num_attention_heads"], int)

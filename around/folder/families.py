@@ -24,12 +24,12 @@ from model import Config
 # The families that run here, by their model_type, and for each the defaults of settings that its
 # config.json may leave out. None: the file must have it. As in transformers, `architectures` is not
 # read: some tools leave it out, and some write it in their own way, such as LLaMAForCausalLM.
-MISTRAL = dict(num_key_value_heads=8, eos_token_id=2, max_position_embeddings=131072)
+MISTRAL = dict(num_key_value_heads=8, max_position_embeddings=131072)
 QWEN = dict(num_key_value_heads=32, max_position_embeddings=32768)
 GEMMA = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=4096,
-    eos_token_id=1, tie_word_embeddings=True, query_pre_attn_scalar=256)  # fmt: skip
+    tie_word_embeddings=True, query_pre_attn_scalar=256)  # fmt: skip
 FAMILIES: dict[str, JSON] = dict(
-    llama=dict(eos_token_id=2),
+    llama={},
     mistral=dict(MISTRAL, sliding_window=4096),
     ministral=dict(MISTRAL, sliding_window=4096),
     ministral3=dict(MISTRAL, head_dim=128, max_position_embeddings=262144, rms_norm_eps=1e-5,
@@ -43,18 +43,18 @@ FAMILIES: dict[str, JSON] = dict(
         moe_intermediate_size=768, norm_topk_prob=False),
     # Here a missing list, and a multiplier of Granite's, is an error. transformers makes the list
     # by a rule, and takes the multiplier as 1.
-    smollm3=dict(num_key_value_heads=4, eos_token_id=128001, rope_theta=2e6,
-        tie_word_embeddings=True, no_rope_layers=None, max_position_embeddings=32768),
-    phi3=dict(eos_token_id=32000, rms_norm_eps=1e-5, max_position_embeddings=4096,
+    smollm3=dict(num_key_value_heads=4, rope_theta=2e6, tie_word_embeddings=True,
+        no_rope_layers=None, max_position_embeddings=32768),
+    phi3=dict(rms_norm_eps=1e-5, max_position_embeddings=4096,
         original_max_position_embeddings=4096),
-    granite=dict(eos_token_id=2, embedding_multiplier=None, attention_multiplier=None,
+    granite=dict(embedding_multiplier=None, attention_multiplier=None,
         residual_multiplier=None, logits_scaling=None),
     gemma2=dict(GEMMA, vocab_size=256000, max_position_embeddings=8192,
         attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
     gemma3_text=dict(GEMMA, vocab_size=262208, max_position_embeddings=131072, rope_theta=1e6,
         rope_local_base_freq=1e4, sliding_window_pattern=6,
         attn_logit_softcapping=None, final_logit_softcapping=None),
-    olmo2=dict(eos_token_id=50279, rms_norm_eps=1e-5))  # fmt: skip
+    olmo2=dict(rms_norm_eps=1e-5))  # fmt: skip
 # What a family does whatever its file says: fields of model.Config, settings of config.json that it
 # does not read, and
 #   norm_offset    is added to the weights of norms

@@ -7,7 +7,6 @@ arXiv:1808.06226). Of the model, this file knows only the config. Read: Tokenize
 
 import re
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +119,6 @@ class Tokenizer:
         if byte:
             return bytes.fromhex(byte[1])
         return piece.replace("\u2581", " ").encode()  # sentencepiece's space
-
-    @cached_property
-    def token_bytes(self) -> list[bytes]:
-        """The bytes of each id."""
-        return [self.bytes_of(i) for i in range(self.vocab_size)]
 
     def is_text(self, token_id: int) -> bool:
         """Whether decode() shows an id, which is then neither padding nor hidden."""
