@@ -120,9 +120,7 @@ def adjust_(scores: Tensor, sequence: "Sequence") -> None:
         scores.masked_fill_(is_forbidden.to(scores.device), -torch.inf)
     elif len(sequence.ids) < sequence.prompt_len + p.min_tokens:
         # The tokenizer's own EOS may lie outside V.
-        end_ids = [i for i in sequence.end_ids if i < len(scores)]
-        if len(end_ids) < len(scores):  # else every token ends the text, and one has to be drawn
-            scores[end_ids] = -torch.inf
+        scores[[i for i in sequence.end_ids if i < len(scores)]] = -torch.inf
     if p.logit_bias:
         ids = torch.tensor([*p.logit_bias], device=scores.device)
         values = torch.tensor([*p.logit_bias.values()], dtype=torch.float32, device=scores.device)

@@ -195,8 +195,14 @@ class Proposer:
 MAX_SCORED = 64
 
 # What the engine counts, under vLLM's names where vLLM counts the same.
-STATS = ("engine_steps", "num_preemptions", "generation_tokens", "computed_tokens",
-         "prefix_cache_queries", "prefix_cache_hits")  # fmt: skip
+STATS = (
+    "engine_steps",
+    "num_preemptions",
+    "generation_tokens",
+    "computed_tokens",  # run through the model: tokens of prompts and outputs, and guesses
+    "prefix_cache_queries",  # tokens of sequences that left `waiting`, but for scored prompts
+    "prefix_cache_hits",  # how many of these the cache had
+)
 
 
 def step_budget(limits: Limits, model: Transformer, proposer: Proposer) -> tuple[int, int]:
@@ -228,10 +234,7 @@ class Engine:
             preempted first.
         waiting: the sequences without blocks, in the same order.
         last_step: the sequences of the last step, and how many tokens of each it ran.
-        stats: counts since the engine was made, by name. computed_tokens have run through the
-            model: those of prompts, outputs and guesses. prefix_cache_queries are the tokens of the
-            sequences that left `waiting` (scored prompts excepted), and prefix_cache_hits those
-            that the cache had.
+        stats: counts since the engine was made, by the names of STATS.
     """
 
     def __init__(

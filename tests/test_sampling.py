@@ -263,8 +263,8 @@ def test_min_tokens(temperature):
     assert third.id in (1, 3, 5) and (temperature or third.id == 1)
     assert distribution(logits, [ends[0].with_guesses([0])])[0, 1] == 0
     assert distribution(logits, [ends[0].with_guesses([0, 0])])[0, 1] > 0
-    every = row(V=6, p=replace(wish, stop_token_ids=[*range(6)]))  # one of them must come: no NaN
-    assert distribution(logits, [every]).isfinite().all()
+    every = row(V=6, p=replace(wish, stop_token_ids=[*range(6)]))  # then none is left to draw
+    assert sample(logits, [every])[0].id in range(6)
     ends[0].matcher = MagicMock()  # a structure ends where it ends, or nothing would be left
     ends[0].matcher.compute_logit_bias.return_value = bytes([0, 200, 0, 0, 0, 0])
     assert sample(logits, [ends[0]])[0].id == 1
