@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -61,17 +60,15 @@ def say(text: str, end: str = "\n") -> None:
 
 
 def progress(items: Collection, label: str) -> Iterator[Any]:
-    """Yield from `items`, and count them on stderr after the first second, if it is a terminal.
+    """Yield from `items`, and count them on stderr, if it is a terminal.
 
     Args:
         label: names the work in a word or two.
     """
-    start = time.monotonic()
     for done, item in enumerate(items, 1):
         yield item
-        if time.monotonic() - start > 1 and sys.stderr and sys.stderr.isatty():
-            end = "\n" if done == len(items) else ""
-            say(f"\r{label} {done}/{len(items)} ", end)
+        if sys.stderr and sys.stderr.isatty():
+            say(f"\r{label} {done}/{len(items)} ", "\n" if done == len(items) else "")
 
 
 # --- This machine ---------------------------------------------------------------------------------

@@ -67,8 +67,6 @@ class Completion:
             model=api.name,
             system_fingerprint=VERSION,
         )
-        for i, request in enumerate(requests):
-            request.request_id = f"{uid}-{i}"
         self.firsts = [request.outputs[0] for request in requests]
         seqs = [seq for request in requests for seq in request.outputs]
         marks = mark_thoughts(api.tokenizer, seqs, fields if chat else {})
