@@ -42,7 +42,6 @@ class Server:
             has answered, and when its client has left. After a signal, listen() waits for those in
             it.
         inbox: what drive() calls next, functions without arguments; None ends it.
-        incoming: requests on their way to the engine.
         owners: each request in the engine -> the connection that answers it. Only drive() changes
             this and `metrics`.
         stopping: a signal has arrived, or the engine has died.
@@ -62,7 +61,6 @@ class Server:
         self.metrics = Metrics(engine, name, on_page)
         self.busy: set[Handler] = set()
         self.inbox: SimpleQueue[Any] = SimpleQueue()
-        self.incoming: set[Request] = set()
         self.owners: dict[Request, Handler] = {}
 
     def drive(self) -> None:
@@ -94,7 +92,6 @@ class Server:
 
     def submit(self, requests: list[Request], connection: Handler) -> None:
         """Put the requests of a connection into the engine's queue."""
-        self.incoming.difference_update(requests)
         for request in requests:
             self.owners[request] = connection
             self.engine.submit(request)

@@ -251,12 +251,15 @@ def test_openais_errors(local, monkeypatch):
         (openai.NotFoundError, 404, {}, {"model": "gpt-4"}),
         # Not a broken connection: the answer comes before the whole body has been sent.
         (openai.APIStatusError, 413, {}, {"prompt": "a" * 5_000_000}),
-        (openai.RateLimitError, 429, {"max_queue": 0}, {"prompt": ["a"] * 9}),
+        (openai.RateLimitError, 429, {"max_queue": 0}, {}),
         (openai.AuthenticationError, 401, {"api_key": "secret"}, {}),
     ):
         monkeypatch.setattr(local.server, "args", make_args("--max-body", "200000", **patch))
+        others = range(8 if status == 429 else 0)  # as many as may run at once
+        local.server.busy.update(others)
         with pytest.raises(error) as caught:
             local.client.completions.create(**{"model": "shakespeare", "prompt": ""} | fields)
+        local.server.busy.difference_update(others)
         assert caught.value.status_code == status
     assert local.openai(key="secret").models.list().data
 
@@ -814,34 +817,54 @@ def test_more_clients_than_threads(local, monkeypatch, capfd):
 
 def test_queue(local, monkeypatch):
     """Fill the queue, and check which requests get a 429 and what the metrics say. Catches: a queue
-    without a bound; a full one that stays full; snapshots that wait in the inbox counted as
-    requests while the engine is busy; a body of many prompts counted as one."""
-    fields = {"prompt": "a", "max_tokens": 250, "ignore_eos": True}
-    connections = [local.begin(fields) for _ in range(8)]  # all that run at once
-    until(lambda: len(local.engine.running) == 8)
+    without a bound; a full one that stays full; a refused client that counts until it leaves; a
+    body checked before it is refused; a request counted only once the engine has it."""
+    until(lambda: not local.server.busy)
     monkeypatch.setitem(vars(local.args), "max_queue", 3)
-    connections.append(local.begin({**fields, "prompt": ["a", "b"]}))
-    gauges = until(lambda: (m := local.metrics())["num_requests_waiting"] == 2 and m)
-    assert gauges["num_requests_running"] == 8 and 0 < gauges["kv_cache_usage_perc"] <= 1
-    answer = local.post(COMPLETIONS, {**fields, "prompt": ["a", "b"]})  # one too many
-    assert re.search(r"\b4\b.*\b3\b", answer.fails(429)) and answer.headers["Retry-After"] == "1"
-    connections.append(local.begin(fields))
-    until(lambda: len(local.engine.waiting) == 3)
-    local.post(CHAT, {"messages": HI}).fails(429)
-    for connection in connections:
-        connection.close()
-    local.settle()
-    monkeypatch.setitem(vars(local.args), "max_queue", 0)
     go_on = threading.Event()
-    for _ in range(9):
-        local.server.inbox.put(go_on.wait)
+    local.server.inbox.put(go_on.wait)  # so the engine gets nothing yet
+    fields = {"prompt": "a", "max_tokens": 250, "ignore_eos": True}
     try:
-        connection = local.begin({**SHORT, "prompt": ["a"] * 8})
-        until(lambda: len(local.server.incoming) == 8)  # as many as may run at once
-        local.post(COMPLETIONS, SHORT).fails(429)
+        clients = [local.begin(fields) for _ in range(10)]
+        clients.append(local.begin({**fields, "prompt": ["a", "b"]}))
+        until(lambda: len(local.server.busy) == 11)  # 8 may run at once, and 3 wait
+        for _ in range(3):
+            clients.append(connect(local, post({"temperature": "hot"})))  # and stays
+            (answer,) = parse(receive(clients[-1]))
+            assert re.search(r"\b4\b.*\b3\b", answer.fails(429))
+            assert answer.headers["Retry-After"] == "1"
+        clients.pop(0).close()
+        until(lambda: len(local.server.busy) == 10)
+        clients.append(local.begin(fields))
+        until(lambda: len(local.server.busy) == 11)
+        local.post(CHAT, {"messages": HI}).fails(429)
     finally:
         go_on.set()
-    assert read(connection).status == 200 and not local.server.incoming
+    gauges = until(lambda: (m := local.metrics())["num_requests_waiting"] == 4 and m)
+    assert gauges["num_requests_running"] == 8 and 0 < gauges["kv_cache_usage_perc"] <= 1
+    for client in clients:
+        client.close()
+
+
+def test_two_arrive_at_a_full_queue(local, monkeypatch):
+    """Let two clients arrive together where one place is left, and hold each where it joins those
+    that are answered. Catches: clients that are counted before they are checked, so that both are
+    refused."""
+    until(lambda: not local.server.busy)
+    monkeypatch.setitem(vars(local.args), "max_queue", 0)
+    both = threading.Barrier(2)
+
+    class Busy(set):
+        def add(self, connection):
+            super().add(connection)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.3)  # the other one may be refused, and never come
+
+    monkeypatch.setattr(local.server, "busy", Busy(range(7)))
+    with ThreadPoolExecutor(2) as pool:
+        answers = [*pool.map(lambda _: local.post(COMPLETIONS, SHORT).status, range(2))]
+    assert 200 in answers
+    until(lambda: local.server.busy == {*range(7)})
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
@@ -1149,7 +1172,9 @@ def test_the_command_line_and_a_signal(tmp_path):
             server.post(COMPLETIONS, SHORT | {"structured_outputs": wish}, **key)  # or a refusal
             assert said(server.post(COMPLETIONS, SHORT, **key)) == alone(**SHORT)[0].text
         server.post(COMPLETIONS, {"prompt": "a" * 250_000}, **key).fails(413)
-        server.post(COMPLETIONS, {"prompt": ["a"] * 4}, **key).fails(429)
+        with ThreadPoolExecutor(16) as pool:  # of which 2 run, and 1 waits
+            one = lambda _: server.post(COMPLETIONS, LONG | {"max_tokens": 200}, **key)  # noqa: E731
+            assert {answer.status for answer in pool.map(one, range(16))} == {200, 429}
         idle = server.open()
         idle.connect()
         half_sent = [connect(server, data[:-1]) for data in (post(head=head), GET)]

@@ -42,7 +42,7 @@ class ServerArgs(EngineArgs):
     port: int = setting(8000, "0: any free port", 0, 65535)
     served_model_name: str | None = setting(None, "in the API (default: the folder's name)")
     # Each that waits holds a thread: of the 1,024, some must be left for /health.
-    max_queue: int = setting(512, "waiting requests before a 429", 0)
+    max_queue: int = setting(512, "connections that wait before a 429", 0)
     max_body: int = setting(2**22, "bytes of a request's body", 1)
     shutdown_timeout: float = setting(30.0, "seconds for running requests to finish", 0, 1e6)
     api_key: str | None = setting(None, "clients must send it (default: $KILOLM_API_KEY)")
@@ -239,16 +239,19 @@ class Handler(Exchange):
         """Answer a completion, whole or streamed."""
         server = self.server
         body = self.read_json()
-        # Join `busy` before the check. In the other order, a server that stops could find nobody
-        # busy between the two, and end without waiting for this completion.
+        # This check comes before joining `busy`, so a refused connection is never counted, and two
+        # that arrive together for the last place do not refuse each other. As nothing locks the
+        # check and the joining together, both may get in: the queue is then too long by those that
+        # came within some microseconds.
+        self.check_queue()
+        # Join `busy` before the next check. In the other order, a server that stops could find
+        # nobody busy between the two, and end without waiting for this completion.
         server.busy.add(self)
         demand(not server.stopping, 503, "the server is stopping")
         completion = server.api.prepare(body, chat)
-        self.check_queue(len(completion.requests))
         self.summary = completion.summary
         self.stream = completion.stream
         self.news = Event()  # set when there may be something to send; see Server.wake
-        server.incoming.update(completion.requests)
         server.inbox.put(lambda: server.submit(completion.requests, self))
         for part in completion.parts(self.wait_for_news):
             if part:
@@ -294,13 +297,13 @@ class Handler(Exchange):
             is_right = secrets.compare_digest(sent, key.encode())
             demand(is_right, 401, "the API key is missing or wrong", None, "invalid_api_key")
 
-    def check_queue(self, num_new: int) -> None:
-        """Raise a Problem if more than --max-queue would wait. This counts the sequences in the
-        engine, the requests on their way to it and the new requests (each as one, whatever its n),
-        less the max_num_seqs sequences that can run at once."""
-        engine = self.server.engine
-        num_waiting = len(engine.queue) + len(self.server.incoming) + num_new - engine.max_num_seqs
-        most = self.server.args.max_queue
+    def check_queue(self) -> None:
+        """Raise a Problem if more than --max-queue connections would wait. This counts those that
+        answer a completion, with this one (each as one, whatever its prompts and its n), less the
+        max_num_seqs sequences that can run at once."""
+        server = self.server
+        num_waiting = len(server.busy) + 1 - server.engine.max_num_seqs
+        most = server.args.max_queue
         way_out = f"{num_waiting} requests would wait, and {most} may: try again in a moment"
         demand(num_waiting <= most, 429, f"the server is busy: {way_out}")
 
