@@ -34,6 +34,7 @@ from around.settings import DTYPES, EngineArgs, SamplingParams
 from around.start import begin, command
 from llm import LLM
 from sampling import Sequence
+from tools.books import audit
 
 CONFIG = json.loads((SHAKESPEARE / "config.json").read_text())
 TRAINED = CONFIG["max_position_embeddings"]
@@ -494,15 +495,35 @@ def test_interrupt(cli, interrupt, monkeypatch):
     assert cli(*SEEDED)[:3] == (130, "", "")
 
 
-def test_interrupt_in_chat(cli, interrupt, heard):
-    """Press Ctrl-C during a reply, and say something more. Catches: a chat that ends; earlier turns
-    that are computed again."""
-    words = (*CHAT, "--max-tokens", 5, *interrupt(4))
-    result = cli(*words, stdin="Hello, my good and gentle cousin\nAgain\n")
-    assert result.code == 0 and len(heard) == 2
-    assert result.out.startswith(heard[1][1]["content"] + "\n")
-    assert "4 new tokens" in result.err and "5 new tokens" in result.err
-    assert result.sequences[1].cached >= 16, "the first turn was computed again"
+@pytest.mark.parametrize("path", ["plain", "speculate"])
+def test_interrupt_in_chat(path, cli, folder, monkeypatch):
+    """Press Ctrl-C while a reply gets a block, and say more. Catches: a chat that ends; a block
+    that is lost with each Ctrl-C, or a reply that goes on; turns that are computed again more than
+    once."""
+    made, engine_of = [], command.open_engine
+    taken, take = itertools.count(1), scheduler.BlockPool._take
+
+    def taking(self):
+        block = take(self)
+        if next(taken) == 3:  # the prompt has one
+            signal.raise_signal(signal.SIGINT)
+        return block
+
+    monkeypatch.setattr(command, "open_engine", lambda *a: made.append(engine_of(*a)) or made[0])
+    monkeypatch.setattr(scheduler.BlockPool, "_take", taking)
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    words = (*CHAT, "--max-tokens", 40, "--checkpoint", folder, *PATHS[path])
+    said = "Hello, my good and gentle cousin"
+    result = cli(*words, stdin=f"{said}\nAgain\nAgain\n")
+    first, second, third = result.sequences
+    assert result.code == 0 and result.out == f"{first.text}\n{second.text}\n{third.text}\n"
+    turns = TOKENIZER.encode(f"{said}{first.text}Again", add_special=False)
+    assert second.ids[: second.prompt_len] == turns
+    assert [each.finish_reason for each in result.sequences] == ["interrupted", "length", "length"]
+    assert first.tokens and second.cached == 0 and third.cached > first.prompt_len
+    audit(made[0])
+    assert len(made[0].pool.available) == made[0].pool.num_blocks
 
 
 def test_program():

@@ -287,11 +287,12 @@ def ctrl_c():
 
 
 def test_followers_do_the_same(folders, ctrl_c, monkeypatch):
-    """Press Ctrl-C at each broadcast in turn, play back to a follower what was sent, and compare
-    its cache with the leader's. Catches: half a message, or one without the forward that it
-    announces, at whatever point Ctrl-C comes."""
+    """Press Ctrl-C at each broadcast in turn, reset the engine and go on, as a chat does; play back
+    to a follower what was sent, and compare its cache with the leader's. Catches: half a message,
+    or one without the forward that it announces, at whatever point Ctrl-C comes; other tokens after
+    it."""
     model, params = load_model(folders["plain"]), replace(tp_worker.SAMPLED, n=3, max_tokens=3)
-    sent, made = [], []
+    sent, made, found = [], [], []
 
     def record(tensor, source):
         assert source == 0 and tensor.device.type == "cpu"
@@ -314,12 +315,18 @@ def test_followers_do_the_same(folders, ctrl_c, monkeypatch):
         engine, pressed = None, False
         try:
             engine = Engine(model, runner=tp.Leader, max_num_seqs=4, num_blocks=9, block_size=4)
-            engine.add_request([5, 9, 2, 7, 4, 8], params)
-            while engine.queue:
-                engine.step()
+            request = engine.add_request([5, 9, 2, 7, 4, 8], params)
+            list(engine.run())
         except KeyboardInterrupt:
             pressed = True
         assert pressed == (len(sent) >= when)
+        if pressed and engine:
+            engine.reset()
+            request = engine.add_request([5, 9, 2, 7, 4, 8], params)
+            list(engine.run())
+        if engine:
+            found.append([seq.token_ids for seq in request.outputs])
+            assert found[-1] == found[0]
         monkeypatch.setattr(tp.dist, "broadcast", lambda tensor, _: sent.append(tensor.clone()))
         tp.broadcast()
         monkeypatch.setattr(tp.dist, "broadcast", play)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from around import settings
 from around.folder import first_sampling, load_config
-from around.machine import Ranks, ctrl_c_held_back, say
+from around.machine import Ranks, say
 from around.settings import SHAPING, EngineArgs, SamplingParams, SettingError, blame
 from around.start.begin import cache_size, open_engine
 from sampling import BROKEN, Sequence
@@ -156,7 +156,7 @@ def write_all(engine: Engine, prompt: str, params: SamplingParams) -> int:
 
 def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> int:
     """Talk until the input ends, and return the status of the last reply. The engine's prefix cache
-    holds the earlier turns."""
+    holds the earlier turns. After Ctrl-C they are computed again."""
     tokenizer = engine.tokenizer
     assert tokenizer
     params = replace(params, n=1).with_stop(tokenizer.chat_stop)
@@ -179,21 +179,12 @@ def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> i
             except SettingError as error:  # the chat, or this message alone, is too long
                 say(f"error: {error}; or begin a new chat by /new")
                 continue
-            status = stream(sequence, run_whole_steps(engine))
+            status = stream(sequence, engine.run())
             if status:
-                engine.abort(sequence.request)  # frees the blocks of what Ctrl-C has ended
+                engine.reset()  # Ctrl-C may have come while blocks changed hands
             messages = [*turns, {"role": "assistant", "content": sequence.text}]
     say("")  # Ctrl-D leaves the cursor behind "> "
     return status
-
-
-def run_whole_steps(engine: Engine) -> Iterator[None]:
-    """Step until no request is left. Ctrl-C takes effect between two steps, when all blocks are in
-    order, so that they can be kept."""
-    while engine.queue:
-        with ctrl_c_held_back():
-            engine.step()
-        yield
 
 
 def ask() -> str:
