@@ -56,7 +56,7 @@ class Result(NamedTuple):
     out: str
     err: str
     sequences: tuple[Sequence, ...] = ()  # that were generated
-    sampling: str = ""  # the line that says how tokens are drawn; not in err
+    sampling: str = ""  # the line that says which settings are no defaults; not in err
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def cli(capsys, monkeypatch):
         except KeyboardInterrupt:  # would end pytest itself
             pytest.fail("Ctrl-C came out of main()")
         out, err = capsys.readouterr()
-        line = re.search("sampling: .*\n|$", err)[0]
+        line = re.search("sampling settings .*\n|$", err)[0]
         return Result(code, out, err.replace(line, "", 1), (*sequences,), line)
 
     monkeypatch.setattr(generate, "stream", streaming)
@@ -300,16 +300,17 @@ def test_generation_config(cli, folder, monkeypatch):
     they are damaged, a traceback or a number that reaches the sampler; nonsense in a chat with a
     small model."""
     file, ours = folder / "generation_config.json", (*SEEDED, "--checkpoint", folder)
-    told = "sampling: temperature 0.8, top_p "
-    assert cli(*ours).sampling == told + "0.95\n"
-    assert cli(*ours, "--top-p", 0.5).sampling == told + "0.5\n"
+    told = "sampling settings in place of the defaults: {'temperature': 0.8, 'top_p': "
+    flags = "'seed': 3, 'max_tokens': 12, 'ignore_eos': True}\n"
+    assert cli(*ours).sampling == f"{told}0.95, {flags}"
+    assert cli(*ours, "--top-p", 0.5).sampling == f"{told}0.5, {flags}"
     file.unlink()
-    plain = "sampling: temperature 1\n"
-    calm = "sampling: temperature 0.2, top_p 0.9\n"
+    plain, calm = {}, {"temperature": 0.2, "top_p": 0.9}
     for layers, told in ((28, calm), (36, plain)):  # Qwen3-1.7B and Qwen2.5-3B
         config = SimpleNamespace(hidden_size=2048, num_hidden_layers=layers)
         monkeypatch.setattr(command, "load_config", lambda _, config=config: config)
-        assert cli("--chat", *ours[-2:]).sampling == told and cli(*ours).sampling == plain
+        assert cli("--chat", *ours[-2:]).sampling.endswith(f" defaults: {told}\n")
+        assert cli(*ours).sampling.endswith(" defaults: {" + flags)
     file.write_text(json.dumps({"temperature": 5.0, "top_k": 1, "do_sample": True}))
     assert ids_of(cli(*ours)) == ids_of(cli(*GREEDY))
     assert ids_of(cli(*ours, "--top-k", 0)) != ids_of(cli(*GREEDY))

@@ -42,10 +42,10 @@ def test_commands_are_understood(capfd):
         if words[at] == "generate.py":
             parse_args(words[at + 1 :])
     assert generate.main(["--seed", "1", "--device", "cpu"]) == 0
-    shown = README.partition("```\nsampling: ")[2].partition("\n...")[0]
+    shown = README.partition("```\nsampling settings")[2].partition("\n...")[0]
     told, _, text = shown.partition("\n")
     out, err = capfd.readouterr()
-    assert text and out.startswith(text + "\n") and err.startswith(f"sampling: {told}\n")
+    assert text and out.startswith(text + "\n") and err.startswith(f"sampling settings{told}\n")
 
 
 def succeeds(words, **options):

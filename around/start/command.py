@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from around import settings
 from around.folder import first_sampling, load_config
 from around.machine import Ranks, say
-from around.settings import SHAPING, EngineArgs, SamplingParams, SettingError, blame
+from around.settings import EngineArgs, SamplingParams, SettingError, blame
 from around.start.begin import cache_size, open_engine
 from sampling import BROKEN, Sequence
 from scheduler import Engine
@@ -54,11 +54,10 @@ def asked_of(args: Namespace, ranks: Ranks) -> Asked:
     flags = settings.given(SamplingParams, args)
     folder = engine_args.checkpoint
     chosen = first_sampling(folder, load_config(folder) if args.chat else None) | flags
+    summary = f"sampling settings in place of the defaults: {chosen}"
     if args.chat:  # without another limit, only the context ends a reply
         chosen = {"max_tokens": 2**31} | chosen
     params = SamplingParams(**chosen)
-    shown = [name for name in SHAPING if name == "temperature" or name in chosen]
-    summary = "sampling: " + ", ".join(f"{name} {getattr(params, name):g}" for name in shown)
     text = read_prompt(args, ranks)
     if args.system and not args.chat:
         raise ValueError("--system needs --chat")
