@@ -96,8 +96,6 @@ def run_engine(args: Namespace, asked: Asked, ranks: Ranks) -> int:
 def read_prompt(args: Namespace, ranks: Ranks) -> str:
     """Return the text to continue. Ranks other than the first do not need it, and read no file."""
     file = args.prompt_file
-    if (args.chat or file == "-") and sys.stdin is None:
-        raise ValueError("stdin is closed: use --prompt TEXT or --prompt-file FILE")
     if not file or ranks.rank:
         return args.prompt
     with blame(file):
