@@ -57,7 +57,7 @@ class Server:
         name = args.served_model_name or args.checkpoint.resolve().name
         defaults = suggested_sampling(args.checkpoint) | args.sampling
         self.api = API(engine, name, defaults, args.tool_format, args.system)
-        on_page = first_sampling(args.checkpoint, engine.config) | args.sampling
+        on_page = first_sampling(args.checkpoint) | args.sampling
         self.metrics = Metrics(engine, name, on_page)
         self.busy: set[Handler] = set()
         self.inbox: SimpleQueue[Any] = SimpleQueue()

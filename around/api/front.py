@@ -77,7 +77,7 @@ def listen(server: Any) -> None:
     --shutdown-timeout, and end the server's drive()."""
     host, port = server.listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host  # IPv6
-    say(f"sampling settings in place of vLLM's defaults: {server.api.defaults}")
+    say(f"sampling settings in place of the defaults: {server.api.defaults}")
     say(f"serving {server.api.name} on http://{host}:{port}")
     while not server.stopping:
         # While no thread is free, new clients wait in the listening socket.
@@ -298,9 +298,8 @@ class Handler(Exchange):
             demand(is_right, 401, "the API key is missing or wrong", None, "invalid_api_key")
 
     def check_queue(self) -> None:
-        """Raise a Problem if more than --max-queue connections would wait. This counts those that
-        answer a completion, with this one (each as one, whatever its prompts and its n), less the
-        max_num_seqs sequences that can run at once."""
+        """Raise a Problem if more than --max-queue connections would wait: those that answer a
+        completion, this one included, less the max_num_seqs sequences that can run at once."""
         server = self.server
         num_waiting = len(server.busy) + 1 - server.engine.max_num_seqs
         most = server.args.max_queue

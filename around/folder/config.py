@@ -125,18 +125,9 @@ def suggested_sampling(path: Path | str) -> JSON:
     return found
 
 
-def first_sampling(path: Path | str, config: Config | None) -> JSON:
-    """Return the sampling settings that a person starts with: the folder's, or calm ones for a chat
-    with a small model whose folder suggests none.
-
-    The API and LLM leave such a model at vLLM's temperature, 1, where it talks nonsense.
-
-    Args:
-        config: of the model that chats, if one does.
-    """
+def first_sampling(path: Path | str) -> JSON:
+    """Return the sampling settings with which a person's chat starts: the folder's, or calm ones if
+    it suggests none. The API and LLM leave such a folder at vLLM's temperature, 1, at which a small
+    model talks nonsense."""
     found = suggested_sampling(path)
-    # Width times depth: 57,344 in Qwen3-1.7B, and 73,728 in Qwen2.5-3B.
-    is_small = config and config.hidden_size * config.num_hidden_layers <= 60000
-    if is_small and not found.keys() & SHAPING:
-        return found | dict(temperature=0.2, top_p=0.9)
-    return found
+    return found if found.keys() & SHAPING else found | dict(temperature=0.2, top_p=0.9)

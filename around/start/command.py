@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from around import settings
-from around.folder import first_sampling, load_config
+from around.folder import first_sampling, suggested_sampling
 from around.machine import Ranks, say
 from around.settings import EngineArgs, SamplingParams, SettingError, blame
 from around.start.begin import cache_size, open_engine
@@ -42,7 +42,7 @@ def parse_args(argv: list[str] | None) -> Namespace:
     group = parser.add_argument_group(
         "sampling",
         "defaults: the checkpoint's generation_config.json, else as in parentheses; if it suggests "
-        "nothing, --chat starts a small model at temperature 0.2, top-p 0.9",
+        "nothing, --chat starts at temperature 0.2, top-p 0.9",
     )
     settings.add_flags(group, SamplingParams, max_tokens="--max-new-tokens", n="--num-samples")
     return parser.parse_args(argv)
@@ -53,7 +53,7 @@ def asked_of(args: Namespace, ranks: Ranks) -> Asked:
     engine_args = EngineArgs(**settings.given(EngineArgs, args))
     flags = settings.given(SamplingParams, args)
     folder = engine_args.checkpoint
-    chosen = first_sampling(folder, load_config(folder) if args.chat else None) | flags
+    chosen = (first_sampling if args.chat else suggested_sampling)(folder) | flags
     summary = f"sampling settings in place of the defaults: {chosen}"
     if args.chat:  # without another limit, only the context ends a reply
         chosen = {"max_tokens": 2**31} | chosen
