@@ -2,9 +2,10 @@
 
 Mixtral and Qwen3-MoE have E MLPs where a dense model has one, and each token passes through only k
 of them. So the model has many times the weights that one token needs, and of all experts a step
-reads only the chosen ones. This file changes a model from outside. The layers in model.py, the
-caches and the scheduler do not know of experts. Config has their settings, and the files that load,
-quantise, split and compile a model have a few lines for them. Papers: Shazeer et al. 2017
+reads only the chosen ones. A SparseMLP takes the place of each layer's MLP when a model is built
+(around/folder/weights.py). The layers in model.py, the caches and the scheduler do not know of
+experts. Config has their settings, and the files that load, quantise, split and compile a model
+have a few lines for them. Papers: Shazeer et al. 2017
 (arXiv:1701.06538), Jiang et al. 2024 (Mixtral, arXiv:2401.04088). Read: SparseMLP.
 
 Two more letters for shapes here: E experts, k experts for each token.
@@ -13,13 +14,7 @@ Two more letters for shapes here: E experts, k experts for each token.
 import torch
 from torch import Tensor, nn
 
-from model import MLP, Config, Transformer
-
-
-def add_experts(model: Transformer) -> None:
-    """Replace the MLP of each layer by experts."""
-    for layer in model.layers:
-        layer.mlp = SparseMLP(model.config)
+from model import MLP, Config
 
 
 class SparseMLP(nn.Module):

@@ -99,6 +99,28 @@ def group_limits(*files: str) -> Iterator[list[str]]:
                         yield found.split()
 
 
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that this process can still allocate.
+
+    With CUDA it is the free memory of the GPU. Otherwise it is what the machine and the control
+    groups of this process have left, divided by the number of ranks on this machine.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    # Cached files count as free, because the system drops them when memory is short.
+    try:
+        found = re.findall(r"MemAvailable:\s+(\d+)", (ROOT / "proc/meminfo").read_text())
+        free = [int(found[0]) * 1024]  # it is in kB
+    except (OSError, IndexError):  # no /proc, or an old one: half of the physical memory
+        free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
+    # A control group's limit, its usage and what that consists of.
+    for limit, used, *stat in group_limits("memory.max", "memory.current", "memory.stat"):
+        # The pattern finds inactive_file too. Both together are the cached files.
+        cached = re.findall(r"active_file (\d+)", " ".join(stat))
+        free.append(max(0, int(limit) - int(used) + sum(map(int, cached))))
+    return min(free) // int(os.getenv("LOCAL_WORLD_SIZE", "1"))
+
+
 # A model whose weights have fewer bytes than this runs on one thread. All threads of an operator
 # wait for the slowest of them, and if another process uses its core, they wait long. With 20 MB of
 # weights, one sequence made 424 tokens/s on one thread and 514 on two; while other processes kept

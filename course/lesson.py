@@ -33,9 +33,8 @@ from torch import Tensor, nn
 import tp
 from around.fast.packed import pack_linears
 from around.folder import Tokenizer, build, load_model
-from around.machine import Ranks
+from around.machine import Ranks, free_memory
 from around.settings import BUNDLED
-from around.start.memory import free_memory
 from around.start.ranks import join
 from kv_cache import StaticCache
 from model import Config, Transformer

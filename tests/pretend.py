@@ -55,6 +55,8 @@ class Gpu:
         self.pretending = False  # whether the function that runs now was given a Pretended
 
     def __enter__(self):
+        self.mem_get_info = torch.cuda.mem_get_info
+        torch.cuda.mem_get_info = lambda *_: (2**30, 2**31)  # free, and in all
         self.modes = Operators(self), Functions(self)
         for mode in self.modes:
             mode.__enter__()
@@ -63,6 +65,7 @@ class Gpu:
     def __exit__(self, *error):
         for mode in reversed(self.modes):
             mode.__exit__(*error)
+        torch.cuda.mem_get_info = self.mem_get_info
 
     def taken(self):
         reads, self.reads = self.reads, []

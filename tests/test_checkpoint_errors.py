@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from test_model import GRANITE
 from tiny import tiny_folder
 
-from around.folder import families, load_config, load_model
+from around.folder import families, load_config, load_model, weights
 from around.settings import InputError
 
 RAW = {
@@ -291,6 +291,16 @@ TENSORS = [
       "lm_head.weight": torch.zeros(64, 32).int()}, "4 tensors",
      *(f"\n  {name}.weight: " for name in ("norm", "layers.0.mlp.gate_proj", "score", "lm_head"))),
 ]  # fmt: skip
+
+
+def test_weights_larger_than_the_memory(folder, monkeypatch):
+    """Load where less memory is free than the weights need, and where no one knows how much is.
+    Catches: weights read until the system ends the process, without a word."""
+    monkeypatch.setattr(weights, "free_memory", lambda device: 2**10)
+    with pytest.raises(InputError, match=r": its weights need 0 MB: 0 MB are free: take a smaller"):
+        load_model(folder)
+    monkeypatch.setattr(weights.sys, "platform", "darwin")
+    load_model(folder)
 
 
 def test_tensors_that_do_not_fit(folder, valid):

@@ -182,7 +182,6 @@ def test_command_line(monkeypatch, capsys):
     of the compiler ten seconds later."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: CUDA)
     monkeypatch.setattr(compiling, "replay_steps", lambda _: None)  # no graphs; see below
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**30, 2**31))
     words = "--prompt ROMEO: --max-new-tokens 8 --temperature 0 --kv-dtype int8 --device"
     texts = []
     for flags in ("cpu", "cuda", "cuda --speculate-ngram 2"):

@@ -25,11 +25,13 @@ from tiny import DRAFTS, MODEL, SLIDING, WORDS, random_model
 from torch.profiler import profile
 from ways import changed, plain, split
 
+from around import machine
 from around.fast import attending, packed
 from around.fast.attending import attend_fast, attend_to_prompt
+from around.machine import free_memory
 from around.settings import CHUNK, EngineArgs, Limits, SamplingParams, SettingError
 from around.start import memory
-from around.start.memory import affordable_blocks, free_memory
+from around.start.memory import affordable_blocks
 from generate import generate
 from kv_cache import StaticCache
 from llm import LLM
@@ -378,13 +380,13 @@ def test_free_memory(monkeypatch, tmp_path):
         for name, text in (*known.items(), *zip(found, texts)):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_text(text)
-        monkeypatch.setattr(memory.machine, "ROOT", root)
+        monkeypatch.setattr(machine, "ROOT", root)
         for ranks in (1, 2):
             monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
             assert free_memory(cpu) == free // ranks, (group, limit, texts)
     (tmp_path / "0/proc/meminfo").write_text("MemFree: 5 kB\n")  # old: this was an IndexError
     for root in (Path("/"), tmp_path / "a system without /proc", tmp_path / "0"):
-        monkeypatch.setattr(memory.machine, "ROOT", root)
+        monkeypatch.setattr(machine, "ROOT", root)
         assert 2**20 < free_memory(cpu) < 2**50
 
 

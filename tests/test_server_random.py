@@ -118,5 +118,4 @@ def test_random_bodies_are_refused_or_prepared(shared, chatting, data):
         return
     assert 1 <= sum(len(request.outputs) for request in made) <= 256
     assert all(sequence.max_len <= 1024 for request in made for sequence in request.outputs)
-    assert len({request.request_id for request in made}) == len(made)
     assert not shared.engine.queue

@@ -79,22 +79,17 @@ def test_cpu_quotas(tmp_path, monkeypatch):
     assert machine.allowed_threads() == 6
 
 
-@pytest.mark.parametrize("variable", ["", "GOMP_SPINCOUNT"])
-def test_threads_sleep_while_others_are_busy(variable, threads, monkeypatch):
+def test_threads_sleep_while_others_are_busy(threads, monkeypatch):
     """Play loads of the machine, and check when the threads spin and when they sleep. Catches:
     threads that spin for one that does not run, so that a model is 3 to 20 times as slow beside one
-    other process; threads that sleep on an idle machine too; a user's setting ignored."""
+    other process; threads that sleep on an idle machine too."""
     clock, used, own = [0.0], [0.0], [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(module, "clocks", lambda: (clock[0], own[0], used[0]))
-    for name in module.USER_DECIDES:
-        monkeypatch.delenv(name, raising=False)
-    if variable:
-        monkeypatch.setenv(variable, "9")
     torch.set_num_threads(len(module.CORES) or 2)
     monkeypatch.setattr(module, "CORES", {*range(torch.get_num_threads())})
     spinning = module.Spinning()
-    never = variable or threads() == 1
+    never = threads() == 1
     # Others' cores, this process's, and whether its threads sleep then. While it is idle, as a
     # server between two requests, others' work (a build, another engine) says nothing.
     for load, work, sleeps in (

@@ -210,14 +210,13 @@ class Handler(Exchange):
         """Check the head of the request, and call the function that answers it."""
         self.check_host()
         asked = self.asked.replace(f"/v1/models/{self.server.api.name}", "/v1/models/NAME")
-        path = asked.partition(" ")[2]
         demand(
             asked in ROUTES,
-            405 if path in PATHS else 404,
+            404,
             f"there is no {asked:.100}: there are {', '.join(ROUTES)}; docs/serving.md says how "
             "clients of /v1/responses use chats",
         )
-        if path not in ("/", "/health"):
+        if asked not in ("GET /", "GET /health"):
             self.check_key()
         ROUTES[asked](self)
 
@@ -303,8 +302,12 @@ class Handler(Exchange):
         server = self.server
         num_waiting = len(server.busy) + 1 - server.engine.max_num_seqs
         most = server.args.max_queue
-        way_out = f"{num_waiting} requests would wait, and {most} may: try again in a moment"
-        demand(num_waiting <= most, 429, f"the server is busy: {way_out}")
+        demand(
+            num_waiting <= most,
+            429,
+            f"the server is busy: {num_waiting} requests would wait, and {most} may: try again in "
+            "a moment",
+        )
 
 
 ROUTES = {
@@ -320,4 +323,3 @@ ROUTES = {
     "POST /v1/completions": lambda c: c.complete(chat=False),
     "POST /v1/chat/completions": lambda c: c.complete(chat=True),
 }
-PATHS = {route.split()[1] for route in ROUTES}

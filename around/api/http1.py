@@ -32,7 +32,6 @@ from around.settings import JSON, blame, check
 HEADERS = """\
 Connection: close
 Cache-Control: no-store
-Allow: GET, POST
 Retry-After: 1
 X-Accel-Buffering: no
 X-Content-Type-Options: nosniff

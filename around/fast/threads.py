@@ -10,8 +10,6 @@ import torch
 
 from around import machine
 
-# Where one of these variables is set, the user has chosen how threads wait.
-USER_DECIDES = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
 # The cores on which this process may run, named as in /proc/stat. Only Linux has either.
 CORES = {f"cpu{i}" for i in os.sched_getaffinity(0)} if sys.platform == "linux" else set()
 
@@ -40,12 +38,7 @@ class Spinning:
         """Choose by the load since the last choice, half a second ago or more. Called before each
         step. A time in which this process was mostly idle is left out: what others did then, such
         as a build that has ended, says nothing about sharing the cores."""
-        if (
-            time.monotonic() - self.before[0] < 0.5
-            or not CORES
-            or torch.get_num_threads() == 1
-            or USER_DECIDES & os.environ.keys()
-        ):
+        if time.monotonic() - self.before[0] < 0.5 or not CORES or torch.get_num_threads() == 1:
             return
         now = clocks()
         seconds, own, others = (after - before for before, after in zip(self.before, now))

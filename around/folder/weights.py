@@ -7,6 +7,7 @@ file does not know what runs the model. Read: load_model, locate_tensors.
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -26,7 +27,7 @@ from torch.utils._device import DeviceContext
 
 from around.folder.config import load_config
 from around.folder.families import folded
-from around.machine import progress
+from around.machine import free_memory, progress
 from around.settings import DTYPES, JSON, InputError, blame, read_json
 from model import Config, FusedLinear, Transformer, rope_frequencies
 
@@ -111,7 +112,11 @@ def load_model(
             insert_quantised(model, files)
     # 4) Read the weights. to_empty erases inv_freq, and separates a tied lm_head's weight.
     tied = is_tied(model)
-    with blame(f"{path}: its weights need more memory"):
+    need = sum(tensor.nbytes for _, tensor in named_tensors(model))
+    free = free_memory(torch.device(device))
+    with blame(f"{path}: its weights need {need >> 20} MB"):
+        if need > free and sys.platform == "linux":  # elsewhere `free` is a guess
+            raise ValueError(f"{free >> 20} MB are free: take a smaller model")
         model.to_empty(device=device)
     model.inv_freq = rope_frequencies(config).to(device)
     if tied:
@@ -134,9 +139,10 @@ def build(config: Config) -> Transformer:
     """Make a model with random weights, in eval mode and without gradients."""
     model = Transformer(config)
     if config.num_experts > 1:
-        from experts import add_experts  # only where a model has experts
+        from experts import SparseMLP  # only where a model has experts
 
-        add_experts(model)
+        for layer in model.layers:
+            layer.mlp = SparseMLP(config)
     return model.requires_grad_(False).eval()
 
 
