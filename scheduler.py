@@ -28,7 +28,8 @@ speculative.py, ...
 
 import itertools
 from bisect import insort
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,15 +157,17 @@ class Proposer:
         models: the models that guess.
         runners: their Runners. The engine creates them with as many blocks as its own Runner has,
             and all of them use the same block tables.
-        offered, accepted: for each position after the last known token, how many guesses were made
-            and how many were accepted.
+        offered, accepted: how many guesses were made, and how many were accepted, by their place:
+            0 is that after the last known token.
     """
 
     k: int = 0
     models: tuple[Transformer, ...] = ()
     runners: tuple[Runner, ...] = ()
-    offered: Collection[int] = ()
-    accepted: Collection[int] = ()
+
+    def __init__(self) -> None:
+        self.offered: Counter = Counter()
+        self.accepted: Counter = Counter()
 
     def count(self, seq: EngineSequence) -> int:
         """How many tokens to guess for a sequence. It must be 0 before the sequence's first token,

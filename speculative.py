@@ -84,9 +84,8 @@ class SpeculativeProposer(Proposer):
 
     def __init__(self, k: int) -> None:
         """Raises SettingError if k is out of range."""
+        super().__init__()
         self.k = check("speculate", k, int, 0, 64)
-        self.offered: list[int] = [0] * k
-        self.accepted: list[int] = [0] * k
 
     def count(self, seq: EngineSequence) -> int:
         """How many tokens to guess; see scheduler.Proposer.count."""
@@ -95,16 +94,13 @@ class SpeculativeProposer(Proposer):
 
     def verify(self, logits: Tensor, seqs: list[EngineSequence]) -> list[list[Token]]:
         """Accept guesses and add one token to each sequence; see scheduler.Proposer.verify."""
-        if not any(seq.guess.ids for seq in seqs):
-            return super().verify(logits, seqs)  # the same, sooner
         split_logits = logits.split([len(seq.guess.ids) + 1 for seq in seqs])
         # 1) Accept some guesses of each sequence, and choose the token after them.
         choose = verify_greedy if all(seq.takes_argmax for seq in seqs) else verify_drawn
         results = []
         for seq, rows, (count, last_id) in zip(seqs, split_logits, choose(logits, seqs)):
-            for i in range(len(seq.guess.ids)):
-                self.offered[i] += 1
-                self.accepted[i] += i < count
+            self.offered.update(range(len(seq.guess.ids)))
+            self.accepted.update(range(count))
             # 2) Score the tokens that are kept.
             kept = [*seq.guess.ids[:count], last_id]
             results.append(scored(rows[: count + 1], kept, [seq.params.logprobs] * len(kept)))

@@ -127,7 +127,7 @@ def engine_run(path, wish, gpu=None, fast=False, prompts=PROMPTS, guess=None, qu
         at.step()
         most = max(most, gpu.taken() if gpu else [], key=len)
     assert (at.pool.num_blocks < 60) == (at.stats["num_preemptions"] > 0)
-    assert not guess or sum(at.proposer.offered) > 0
+    assert not guess or at.proposer.offered.total() > 0
     outputs = [seq for request in requests for seq in request.outputs]
     results = [request.prompt_tokens for request in requests] + [seq.tokens for seq in outputs]
     return results, [seq.finish_reason for seq in outputs], most

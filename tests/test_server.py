@@ -54,7 +54,7 @@ from serving import (
 
 import sampling
 import server as server_module
-from around.api import front, http1, listen_at, serve, server_args
+from around.api import Metrics, front, http1, listen_at, serve, server_args
 from around.api.answers import Choice, demand
 from around.api.front import Handler
 from around.api.function_calls import NO_TOOLS, Reader
@@ -1366,19 +1366,32 @@ def test_metrics(local):
     kinds = ("time_to_first_token", "inter_token_latency", "e2e_request_latency")
     first, rest, whole = (after[f"{kind}_seconds_sum"] for kind in kinds)
     assert first + rest == pytest.approx(whole)
+    for kind in kinds:
+        buckets = [(name, after[name]) for name in after if name.startswith(f"{kind}_seconds_buck")]
+        ends = [float(re.search('le="(.*)"', name)[1]) for name, _ in buckets]
+        counts = [count for _, count in buckets]
+        assert ends == sorted(ends) and counts == sorted(counts) and ends[-1] == math.inf
+        assert counts[-1] == after[f"{kind}_seconds_count"]
+    made = Metrics(local.engine, "m", {})
+    ended = SimpleNamespace(prompt_len=1, finish_reason="stop", times=[0, 0.004, 0.024, 5])
+    made.count(SimpleNamespace(outputs=[ended]))
+    gaps = made.ended["inter_token_latency_seconds"]  # 0.02 and 4.976
+    ends = ("0.01", "0.025", "2.5", "5", "+Inf")
+    assert [gaps[f'_bucket{{le="{end}"}}'] for end in ends] == [0, 1, 1, 2, 2]
     answer = local.get("/metrics")
     assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
     names, samples = [], []
     for line in answer.data.decode().split("\n")[:-1]:
         if line.startswith("# TYPE "):
             of, kind = line.split(" ")[2:]
-            assert kind in ("counter", "gauge", "summary")
+            assert kind in ("counter", "gauge", "histogram")
             assert (kind == "counter") == of.endswith("_total")
             names.append(of)
         else:
             pattern = r'([a-z_:][a-z0-9_:]*)\{model_name="shakespeare",([a-z_]+="[^"\\]*"|)\} (\S+)'
             name, labels, value = re.fullmatch(pattern, line).groups()
-            assert name in ((f"{of}_sum", f"{of}_count") if kind == "summary" else (of,))
+            parts = (f"{of}_bucket", f"{of}_sum", f"{of}_count")
+            assert name in (parts if kind == "histogram" else (of,))
             assert math.isfinite(float(value))
             samples.append((name, labels))
     assert all(len(each) == len({*each}) for each in (names, samples))

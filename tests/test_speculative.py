@@ -336,7 +336,7 @@ def test_greedy_guesses_need_no_distribution(monkeypatch):
     at = engine(max_num_batched_tokens=16, speculate=3)
     requests = [at.add_request(WORDS[i : i + 9] * 2, replace(GREEDY, max_tokens=9)) for i in (0, 5)]
     drain(at)
-    assert sum(at.proposer.accepted) > 0
+    assert at.proposer.accepted.total() > 0
     for request in requests:
         assert_same(request, alone(at, request.prompt_token_ids, replace(GREEDY, max_tokens=9)))
 
@@ -362,7 +362,7 @@ def test_what_became_of_the_guesses():
     assert (at.stats["generation_tokens"], at.stats["computed_tokens"]) == (11, 5 + 4 + 4 + 4 + 3)
     assert sequence.token_ids == TEXT[:11]
     # 0; 1 2 and 3 refused; 4 refused; 5 6 7 and 8; 9 refused, and 10 is the last
-    assert proposer.offered == [4, 3, 3] and proposer.accepted == [2, 2, 1]
+    assert proposer.offered == {0: 4, 1: 3, 2: 3} and proposer.accepted == {0: 2, 1: 2, 2: 1}
     for k, room, count in ((4, 9, 4), (4, 4, 3), (4, 1, 0), (1, 2, 1)):
         seq = EngineSequence(Request(), [1, 2], SamplingParams(max_tokens=room + 1), config(9))
         assert SpeculativeProposer(k).count(seq) == 0

@@ -156,7 +156,7 @@ def finish(engine: Engine, requests: list[Request]) -> Tokens:
         engine.step()
         audit(engine)
     assert len(engine.pool.available) == engine.pool.num_blocks
-    assert sum(engine.proposer.offered) or not engine.proposer.k
+    assert engine.proposer.offered.total() or not engine.proposer.k
     return [request.outputs[0].tokens for request in requests]
 
 

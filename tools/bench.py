@@ -410,14 +410,14 @@ def speculation(args: Namespace) -> int:
         proposer = NGram(k) if len(models) == 1 else DraftModel(models[1], k, vocab_size)
         speed, ids = run(proposer)
         costs = [median_seconds(step, range(len(prompt), length)) for step in steps]
-        mean = sum(proposer.accepted) / max(1, proposer.offered[0])
+        mean = proposer.accepted.total() / max(1, proposer.offered[0])
         cost = sum(costs[1:]) / costs[0]
         theory = (1 + mean) / (1 + k * cost)
         same = sum(a == b for a, b in zip(before[1], ids, strict=True)) / args.new_tokens
         figures = {"decode_tok_s": speed, "theory": theory, "of_theory": speed / before[0] / theory}
         figures |= {"accepted": mean, "draft_cost": cost, "same_tokens": same}
-        for i, (a, n) in enumerate(zip(proposer.accepted, proposer.offered, strict=True), 1):
-            figures[f"accepted_{i}"] = a / max(1, n)
+        for i in range(k):
+            figures[f"accepted_{i + 1}"] = proposer.accepted[i] / max(1, proposer.offered[i])
         return figures
 
     ways = {"plain": plain, f"{k} guesses": guessed}

@@ -13,7 +13,11 @@ from around.settings import JSON
 from scheduler import Engine, Request
 
 # The last word of a metric's name -> its type, if it is no gauge.
-KINDS = dict(total="counter", seconds="summary")
+KINDS = dict(total="counter", seconds="histogram")
+# The upper ends of a histogram's buckets, in seconds, as they are written. A bucket also counts
+# what is in those before it.
+ENDS = """0.005 0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 1.5 2 2.5 5 7.5 10 20 30 40 60
+    120 240 480 960 1920 +Inf"""
 
 
 class Metrics:
@@ -23,8 +27,8 @@ class Metrics:
         head: how the labels of each sample begin: with the model's name.
         sampling: the settings that the page's user starts with.
         ended: metric -> sample -> value, for the requests that have ended. A sample is named as in
-            Prometheus' format, by its labels: "{}", '{finished_reason="stop"}', or in a summary
-            "_sum{}" and "_count{}". text() puts `head` in the place of "{".
+            Prometheus' format, by its labels: "{}", '{finished_reason="stop"}', or in a histogram
+            '_bucket{le="0.1"}', "_sum{}" and "_count{}". text() puts `head` in the place of "{".
         snapshot: the engine's state for the page, as JSON.
     """
 
@@ -45,13 +49,17 @@ class Metrics:
             # seq.times begins with the time at which the sequence was made, so the first gap ends
             # with the first token.
             gaps = [after - before for before, after in pairwise(seq.times)]
-            summaries = dict(
+            histograms = dict(
                 time_to_first_token_seconds=gaps[:1],
                 inter_token_latency_seconds=gaps[1:],
                 e2e_request_latency_seconds=gaps and [sum(gaps)],
             )
-            for name, values in summaries.items():
-                self.ended[name].update({"_sum{}": sum(values), "_count{}": len(values)})
+            for name, values in histograms.items():
+                samples = self.ended[name]
+                for end in ENDS.split():
+                    seconds = float(end)
+                    samples[f'_bucket{{le="{end}"}}'] += sum(value <= seconds for value in values)
+                samples.update({"_sum{}": sum(values), "_count{}": len(values)})
 
     def now(self) -> dict[str, float]:
         """Return the engine's counters and gauges."""
@@ -60,8 +68,8 @@ class Metrics:
             num_requests_running=len(engine.running),
             num_requests_waiting=len(engine.waiting),
             kv_cache_usage_perc=1 - len(engine.pool.available) / engine.pool.num_blocks,
-            spec_decode_num_draft_tokens_total=sum(engine.proposer.offered),
-            spec_decode_num_accepted_tokens_total=sum(engine.proposer.accepted),
+            spec_decode_num_draft_tokens_total=engine.proposer.offered.total(),
+            spec_decode_num_accepted_tokens_total=engine.proposer.accepted.total(),
         )
 
     def text(self) -> str:

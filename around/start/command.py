@@ -87,9 +87,9 @@ def run_engine(args: Namespace, asked: Asked, ranks: Ranks) -> int:
         status = chat(engine, asked.params, args.system)
     else:
         status = write_all(engine, asked.text, asked.params)
-    offered = sum(engine.proposer.offered)
+    offered = engine.proposer.offered.total()
     if offered:
-        say(f"{sum(engine.proposer.accepted)} of {offered} guesses were accepted")
+        say(f"{engine.proposer.accepted.total()} of {offered} guesses were accepted")
     return status
 
 

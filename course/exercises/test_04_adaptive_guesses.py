@@ -135,7 +135,7 @@ def test_in_the_engine_each_gets_what_it_gets_alone() -> None:
     asked = [*zip(texts, settings)]
     engine, requests = speak(adaptive(5), *asked, num_blocks=14)
     assert engine.stats["num_preemptions"]
-    assert sum(engine.proposer.offered[1:]), "no sequence ever made more than one guess"
+    assert engine.proposer.offered[1], "no sequence ever made more than one guess"
     for (ids, params), request in zip(asked, requests):
         for i, got in enumerate(request.outputs):
             _, (alone,) = speak(adaptive(5), (ids, replace(params, n=1, seed=params.seed + i)))
@@ -148,7 +148,7 @@ def test_it_wastes_less() -> None:
     for proposer in (NGram(8), adaptive(8)):
         params = SamplingParams(temperature=2.0, seed=2, max_tokens=100, ignore_eos=True)
         speak(proposer, ([10, 20, 30, 4], params))
-        results.append((sum(proposer.offered), sum(proposer.accepted)))
+        results.append((proposer.offered.total(), proposer.accepted.total()))
     fixed, moving = results
     print(f"offered, accepted: fixed {fixed}, adaptive {moving}")
     assert moving[0] < fixed[0] / 2, "after refusals there should be fewer guesses"
