@@ -349,7 +349,7 @@ def products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, cap: float | None = 
         (B, K, N / K * T, H).
     """
     scores = softcap((q * q.shape[3] ** -0.5) @ k.mT, cap)  # (B, K, N / K * T, S)
-    scores[..., -mask.shape[-1] :] += mask
+    scores[..., -mask.shape[-1] :] += mask  # of all keys, but for some masks of around/fast
     return scores.softmax(-1) @ v
 
 

@@ -141,14 +141,15 @@ class BlockPool:
         return BlockTable([*table.blocks], table.length, [*table.chain])
 
     def free(self, table: BlockTable) -> None:
-        """Empty a table. Blocks that no other table uses become cached or free."""
+        """Empty a table. Blocks that no other table uses become cached, and are handed out last, or
+        free, and are handed out first."""
         # From the end, so that of the cached blocks the last one is evicted first: a block cannot
         # be found once the block before it is gone.
         for block in reversed(table.blocks):
             self.refs[block] -= 1
             if self.refs[block] == 0:
-                self.available[block] = None  # at the end: cached blocks are handed out last
-                if block not in self._keys:  # it is free, and free blocks are handed out first
+                self.available[block] = None  # at the end of the line
+                if block not in self._keys:  # then it is free, not cached
                     self.available.move_to_end(block, last=False)
         table.blocks = []
         table.length = 0
@@ -319,7 +320,7 @@ class Runner:
         new = [
             row.blocks[row.positions.stop // size]
             for row in rows
-            if 0 < row.positions.stop % size <= len(row.ids)  # as many of its tokens are new
+            if 0 < row.positions.stop % size <= len(row.ids)  # all of its tokens are new
         ]
         if new:
             blocks = torch.tensor(new, device=self.model.device)

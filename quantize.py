@@ -91,10 +91,9 @@ def num_groups(K: int, group_size: int) -> int:
     """
     size = K if group_size == -1 else group_size
     if size < 2 or size % 2 or K % size:
-        largest = K & -K  # the largest power of two that divides K
         raise ValueError(
             f"group_size {size} does not divide {K} input channels (under torchrun, one rank's "
-            f"share of them) into groups of even size: try {largest}"
+            "share of them) into groups of even size"
         )
     return K // size
 
@@ -199,7 +198,7 @@ def plain_linears(model: Transformer, group_size: int, skip: tuple) -> dict[str,
         raise ValueError("this model is quantised already: start from the plain one")
     found = {path: K for path, K in linears(model).items() if path not in skip}
     for K in found.values():
-        num_groups(K, group_size)  # raises the error
+        num_groups(K, group_size)  # called only to raise its error
     return found
 
 

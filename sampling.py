@@ -278,7 +278,7 @@ def scored(logits: Tensor, ids: Ids, counts: list[int | None]) -> list[Token]:
     # holds ids up to 2**24.
     numbers = torch.cat((own, best.values, best.indices), 1).tolist()  # (A, 1 + 2k)
     for b, (own_logprob, *rest) in zip(asked, numbers):
-        top_ids = map(int, rest[k:])  # all k of them; zip stops after `count`
+        top_ids = map(int, rest[k:])  # of the k likeliest, of which zip takes the first counts[b]
         tokens[b] = Token(ids[b], own_logprob, tuple(zip(top_ids, rest[: counts[b]])))
     return tokens
 
@@ -406,7 +406,7 @@ class Sequence:
         has_text = token.id not in self.end_ids and reason != "error"
         shown_id = token.id if has_text else None
         self.thinks = self.marks.pop(token.id, self.thinks)  # each mark counts once
-        # By a stop string.
+        # Whether a stop string may end it here.
         can_stop = len(self.ids) > self.prompt_len + self.params.min_tokens and not self.thinks
         text, stopped = self._stream.push(shown_id, last=bool(reason), can_stop=can_stop)
         self.tokens.append(token._replace(text=text))

@@ -193,8 +193,8 @@ class Proposer:
 
 
 # A prompt that needs log-probabilities needs the logits of all its tokens. So a step runs at most
-# this many tokens of such prompts, or one of each if that is more. For 64 tokens and a vocabulary
-# of 150,000 the logits take 38 MB, and a copy as much again.
+# this many tokens of such prompts, but at least one of each. For 64 tokens and a vocabulary of
+# 150,000 the logits take 38 MB, and a copy as much again.
 MAX_SCORED = 64
 
 # What the engine counts, under vLLM's names where vLLM counts the same.
@@ -438,18 +438,18 @@ class Engine:
             seq = self.waiting[0]
             # A prompt that is scored needs the logits of all its tokens, and a token found in the
             # prefix cache does not run and has none. So no prefix is looked up.
-            ids = [] if seq.scores_prompt else seq.ids
-            self.pool.reuse(seq.table, ids)
-            if seq.cached < 0:
-                seq.cached = seq.table.length
+            sought = [] if seq.scores_prompt else seq.ids
+            self.pool.reuse(seq.table, sought)
             num_tokens = self._num_to_run(seq, budget, batch)
             if not num_tokens or not self._allocate(seq, num_tokens):
                 self.pool.free(seq.table)  # gives back what reuse() took
                 break
+            if seq.cached < 0:
+                seq.cached = seq.table.length
             budget -= num_tokens
             insort(self.running, self.waiting.pop(0), key=place_in_line)
             batch.append(seq)
-            self.stats["prefix_cache_queries"] += len(ids)
+            self.stats["prefix_cache_queries"] += len(sought)
             self.stats["prefix_cache_hits"] += seq.table.length
         return batch
 
@@ -532,7 +532,8 @@ class Engine:
                 # same logits. A sequence has no guesses before its first token, so that is one row.
                 outputs = [seq] if seq.tokens else self._fork(seq)
                 ready += outputs
-                # A scored prompt's row also has logits after earlier tokens. They are left out.
+                # The row's last logits: those after the last known token and after each guess. A
+                # scored prompt's row has others before them, which are left out.
                 wanted += [*range(end_of_row - 1 - len(seq.guess.ids), end_of_row)] * len(outputs)
         # Mostly all are wanted, in this order. A copy would take as long as the sampler.
         return ready, logits if wanted == [*range(len(logits))] else logits[wanted]

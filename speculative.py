@@ -96,14 +96,15 @@ class SpeculativeProposer(Proposer):
         """Accept guesses and add one token to each sequence; see scheduler.Proposer.verify."""
         split_logits = logits.split([len(seq.guess.ids) + 1 for seq in seqs])
         # 1) Accept some guesses of each sequence, and choose the token after them.
-        choose = verify_greedy if all(seq.takes_argmax for seq in seqs) else verify_drawn
+        verify = verify_greedy if all(seq.takes_argmax for seq in seqs) else verify_drawn
         results = []
-        for seq, rows, (count, last_id) in zip(seqs, split_logits, choose(logits, seqs)):
+        for seq, own_logits, (count, last_id) in zip(seqs, split_logits, verify(logits, seqs)):
             self.offered.update(range(len(seq.guess.ids)))
             self.accepted.update(range(count))
             # 2) Score the tokens that are kept.
             kept = [*seq.guess.ids[:count], last_id]
-            results.append(scored(rows[: count + 1], kept, [seq.params.logprobs] * len(kept)))
+            counts = [seq.params.logprobs] * len(kept)
+            results.append(scored(own_logits[: count + 1], kept, counts))
         return results
 
 
@@ -154,8 +155,9 @@ class NGram(SpeculativeProposer):
 
     def propose(self, seqs: list[EngineSequence]) -> None:
         for seq in seqs:
-            # Each id becomes the character of that number, of which Python has 1,114,112.
-            text = array("I", seq.ids).tobytes().decode("utf-32", "surrogatepass")
+            # Each id becomes the character of that number, of which Python has 1,114,112. Without
+            # "-le", for little endian, the id 65279 would be taken for a mark, and dropped.
+            text = array("I", seq.ids).tobytes().decode("utf-32-le", "surrogatepass")
             ids = [ord(character) for character in lookup(text, seq.num_guesses)]
             seq.guess = Guess(ids, [1.0] * len(ids))
 

@@ -163,8 +163,8 @@ def broadcast(message: Any = None) -> Any:
     """Send a message from rank 0 to all, as JSON, and return it on every rank.
 
     Args:
-        message: read on rank 0 alone. lead() sends what that is about to do, and join() sends None
-            at the end.
+        message: read on rank 0 alone. lead() sends what rank 0 is about to do, and join() sends
+            None at the end.
     """
     # A clone can be resized.
     data = torch.frombuffer(bytearray(json.dumps(message), "ascii"), dtype=torch.uint8).clone()

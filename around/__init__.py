@@ -1,1 +1,1 @@
-"""What an engine needs in life, around the root; each folder behind one door, its __init__."""
+"""What stands around the root; each folder has one door, its __init__."""

@@ -53,7 +53,7 @@ def check(name: str, value: Any, kind: Any, least: float | None = None, most: fl
     """
     if least is None and kind in RANGES:
         least, most = RANGES[kind]
-    types = int | kind if isinstance(1.0, kind) else kind  # where a float may be, so may an int
+    types = (int | kind) if isinstance(1.0, kind) else kind  # where a float may be, so may an int
     is_right = isinstance(value, types) and (kind is bool or type(value) is not bool)
     if is_right and (value is None or least is None or least <= value <= most):
         return value
@@ -128,7 +128,7 @@ def check_ids(name: str, ids: Iterable, vocab_size: int) -> None:
     wrong = [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]
     if wrong:
         raise SettingError(
-            name, f"has ids that are no int, or outside the vocabulary of {vocab_size}: {wrong[:9]}"
+            name, f"has ids that are not int or not in the vocabulary of {vocab_size}: {wrong[:9]}"
         )
 
 
@@ -181,8 +181,8 @@ SHAPING = (
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose each token, and when to stop. Names, meanings and defaults are vLLM's, but its
-    max_tokens is 16.
+    """How to choose each token, and when to stop. Names, meanings and defaults are vLLM's, except
+    that max_tokens is 256 here and 16 in vLLM.
 
     Raises:
         SettingError: a value has the wrong type, or is out of its range, NaN or infinite. But

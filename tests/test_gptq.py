@@ -282,7 +282,7 @@ def test_what_some_tools_write(tmp_path):
         del config["desc_act"]
         for said in ({"desc_act": True}, {"desc_act": False}, {}):
             edit_config(folder, quantization_config=config | said)
-            with pytest.raises(InputError, match=r"g_idx: the inputs are not grouped in ord"):
+            with pytest.raises(InputError, match=r"g_idx: the inputs are not in their groups"):
                 load_model(folder)
     # GPTQModel's bits or groups of some Linears, by `dynamic`
     folder, _, _ = other_folder(tmp_path / "rules")

@@ -613,6 +613,17 @@ def test_nan_of_guesses():
         check_sound(at, *jobs * 3)  # every block is used again
 
 
+def test_cached_tokens_of_who_has_waited():
+    """Run three equal prompts, of which two wait, and check the cached tokens of each. Catches:
+    those of a look-up before the blocks that it would find have been filled."""
+    at = engine(max_num_seqs=2, max_num_batched_tokens=20, block_size=4)
+    first, second, third = (at.add_request(WORDS[:20], params(2)).outputs[0] for _ in range(3))
+    step(at)
+    assert second.cached == -1
+    drain(at)
+    assert (first.cached, second.cached, third.cached) == (0, 16, 16)
+
+
 @pytest.mark.parametrize("speculate", [0, 3])
 def test_logprobs_of_a_prompt(speculate):
     """Ask for the log-probabilities of prompts, in chunks, beside others and after the same prompt;

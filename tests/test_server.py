@@ -382,7 +382,9 @@ def test_thoughts(local, monkeypatch):
         return [choice[key] for choice in choices if choice["index"] == 1]
 
     # A message that goes on within a thought, or after it; and a mark that the user has written.
-    for text, thinks in (("<think>\nI first", True), ("<think>a</think>b", False), ("a", False)):
+    part = {"type": "text", "text": "<think>Hm"}
+    begins = ("<think>\nI first", True), ([part], True), ("<think>a</think>b", False), ("a", False)
+    for text, thinks in begins:
         chat = [{"role": "user", "content": "<think>"}, {"role": "assistant", "content": text}]
         body = {"messages": chat, "continue_final_message": True}
         completion = local.server.api.prepare(body, True)

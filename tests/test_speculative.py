@@ -397,12 +397,13 @@ def test_n_grams():
     assert lookup("abcxbc", 2) == "xb"
     assert lookup("01239812370123", 1) == "7"  # four are not looked for
     large = (0x10FFFF, 0xD800, 0xDFFF, 9), (0xD800, 0xDFFF)
-    texts = ((5, 6, 7), (5,)), ((1, 2), (1,)), ((1, 2), (3,)), large
+    marks = (0xFEFF, 7), (0xFEFF,)  # a byte-order mark, for Python
+    texts = ((5, 6, 7), (5,)), ((1, 2), (1,)), ((1, 2), (3,)), large, marks
     sequences = [started(2**24, 0, *ids) for ids in texts]
-    for s, count in zip(sequences, (2, 1, 2, 2), strict=True):
+    for s, count in zip(sequences, (2, 1, 2, 2, 1), strict=True):
         s.num_scheduled = len(s.ids) + count
     NGram(2).propose(sequences)
-    assert [s.guess.ids for s in sequences] == [[6, 7], [2], [], [9, 0xD800]]
+    assert [s.guess.ids for s in sequences] == [[6, 7], [2], [], [9, 0xD800], [7]]
     proposer = DraftModel(NEAR, 0, NEAR.config.vocab_size)
     proposer.runners = (SimpleNamespace(forward=lambda rows: pytest.fail("it ran")),)
     (seq,) = seqs = [started(9)]

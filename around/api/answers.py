@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from around.api.function_calls import Reader, Tools
-from around.folder import Detokenizer, Tokenizer
+from around.folder import Detokenizer, Tokenizer, plain_turn
 from around.settings import JSON, VERSION
 from sampling import BROKEN, Token
 from scheduler import EngineSequence, Request
@@ -105,7 +105,9 @@ class Completion:
             prompt_tokens=num_prompt,
             completion_tokens=num_new,
             total_tokens=num_prompt + num_new,
-            prompt_tokens_details=dict(cached_tokens=sum(seq.cached for seq in self.firsts)),
+            prompt_tokens_details=dict(
+                cached_tokens=sum(max(0, seq.cached) for seq in self.firsts)
+            ),
         )
 
     def summary(self, **line: Any) -> JSON:
@@ -277,7 +279,7 @@ def mark_thoughts(tokenizer: Tokenizer, seqs: list[EngineSequence], fields: JSON
         if len(begins) > 1:
             continue
         if fields["continue_final_message"]:
-            tail = str(fields["messages"][-1].get("content"))
+            tail = str(plain_turn(fields["messages"][-1])["content"])
         else:
             tail = tokenizer.decode(seqs[0].ids[-16:], show_special=True).rstrip()[-len(begin) :]
         is_open = tail.lstrip().startswith(begin) and end not in tail

@@ -209,7 +209,7 @@ class Handler(Exchange):
     def route(self) -> None:
         """Check the head of the request, and call the function that answers it."""
         self.check_host()
-        asked = self.asked.replace(f"/v1/models/{self.server.api.name}", "/v1/models/NAME")
+        asked = self.asked.replace(f"/v1/models/{self.server.api.name}", "/v1/models/THE NAME")
         demand(
             asked in ROUTES,
             404,
@@ -319,7 +319,7 @@ ROUTES = {
     ),
     "GET /engine": Handler.send_snapshot,
     "GET /v1/models": lambda c: c.send({"object": "list", "data": [c.server.api.model]}),
-    "GET /v1/models/NAME": lambda c: c.send(c.server.api.model),
+    "GET /v1/models/THE NAME": lambda c: c.send(c.server.api.model),
     "POST /v1/completions": lambda c: c.complete(chat=False),
     "POST /v1/chat/completions": lambda c: c.complete(chat=True),
 }

@@ -66,7 +66,7 @@ class Exchange(BaseHTTPRequestHandler):
         asked: method and path, such as "GET /health"; "" until they have been read.
         stream: whether the answer is a stream of events.
         status: of the answer; 0 until its head is sent.
-        timed: the socket, as it is read: until a deadline.
+        timed: reads the socket until a deadline.
     """
 
     server: Any
@@ -166,6 +166,7 @@ class Exchange(BaseHTTPRequestHandler):
         the first event of a stream can only be sent as one more event.
         """
         text = item if isinstance(item, str) else json.dumps(item)
+        # An error before the first event is no event, but an answer with a status of its own.
         if self.stream and 200 in (self.status, status):
             text = f"data: {text}\n\n"
             content_type = EVENTS

@@ -126,7 +126,7 @@ DEFAULTS: JSON = dict(
 # Fields that would change the answer, but are not supported. Those of REFUSED must be left out, and
 # the others may have only the value that is given here. Fields that this file does not mention,
 # such as `user` or `store`, are ignored, even if they would change the answer. So are those of
-# chats in a completion, such as `tools`, as in vLLM.
+# chats in a completion, such as `tools`, as in vLLM; but `tool_choice` is checked there, too.
 REFUSED = """audio grammar json_schema n_predict prompt_logprobs chat_template documents
     allowed_token_ids guided_json guided_regex guided_choice guided_grammar"""
 UNSUPPORTED = dict.fromkeys(REFUSED.split()) | dict(
@@ -207,6 +207,6 @@ def check_message(message: JSON, name: str) -> None:
                 check("text", part["text"], str)
         # The text of a turn can be nothing but calls, a thought, a refusal or an empty result.
         check("content", content, str | list if message["role"] == "user" else str | list | None)
-        plain_turn(message)  # encode_chat does it too; here the error names the message
+        plain_turn(message)  # render_chat does it too; here the error names the message
     except Exception as error:  # of any kind, as values have any type
         raise Problem(400, f"role, content or tool_calls are wrong: {error}", name) from None

@@ -19,7 +19,7 @@ def make_fast(
             run with a paged cache.
 
     Raises:
-        SettingError: see compiling.compile_model.
+        SettingError, InputError: see compiling.compile_model.
     """
     from .attending import attend_fast
     from .threads import spinning

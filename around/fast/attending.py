@@ -275,7 +275,7 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
     if q.dtype == torch.bfloat16 and not packed.FAST_BFLOAT16:
         # Here float32 takes 0.7 to 0.9 of the time. Two products in bfloat16, which are fast on
         # AMD, would take 1.2 to 3.5 times as long as that (an Emerald Rapids without AMX, and one
-        # that plays AVX-512 alone).
+        # whose AVX-512 for bfloat16 is hidden too).
         return attend_to_prompt(q.float(), k.float(), v.float(), view).to(q.dtype)
     S = k.shape[2]
     window = min(view.window or S, S)

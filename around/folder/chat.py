@@ -29,10 +29,12 @@ END = "\U000f5ec3\U000f5ec4"
 
 def plain_turn(message: JSON) -> JSON:
     """Return a message of OpenAI's API as chat templates expect it: without nulls, except that a
-    content that is null or left out becomes the refusal, if there is one, or Null(); without an
-    empty list of calls; and with the arguments of calls as objects."""
+    content that is null or left out becomes the refusal, if there is one, or Null(), and parts of
+    text become one text; without an empty list of calls; and with calls' arguments as objects."""
     turn = without_nulls(message)
     turn.setdefault("content", turn.get("refusal", Null()))
+    if isinstance(turn["content"], list):
+        turn["content"] = "\n".join(part["text"] for part in turn["content"])
     if "reasoning" in turn:  # vLLM's name of a thought; most templates know the other
         turn.setdefault("reasoning_content", turn["reasoning"])
     calls = [without_nulls(call) for call in turn.pop("tool_calls", [])]
@@ -46,7 +48,7 @@ def plain_turn(message: JSON) -> JSON:
 
 def read_arguments(arguments: Any) -> "Arguments":
     """Read a call's arguments as clients and models write them: an object, a text of JSON, or such
-    a text as a string of JSON. No text, null and what else is empty mean that there are none.
+    a text as a string of JSON. Null, "" and whatever else is empty mean that there are none.
 
     Raises:
         ValueError, TypeError: it is no JSON, or no object.

@@ -126,8 +126,8 @@ def suggested_sampling(path: Path | str) -> JSON:
 
 
 def first_sampling(path: Path | str) -> JSON:
-    """Return the sampling settings with which a person's chat starts: the folder's, or calm ones if
-    it suggests none. The API and LLM leave such a folder at vLLM's temperature, 1, at which a small
-    model talks nonsense."""
+    """Return the sampling settings with which a person's chat starts: the folder's, and if it
+    suggests no temperature, a calm one. The API and LLM leave such a folder at vLLM's temperature,
+    1, at which a small model talks nonsense."""
     found = suggested_sampling(path)
-    return found if found.keys() & SHAPING else found | dict(temperature=0.2, top_p=0.9)
+    return found if "temperature" in found else dict(temperature=0.2, top_p=0.9) | found

@@ -41,8 +41,8 @@ FAMILIES: dict[str, JSON] = dict(
     qwen3=dict(QWEN, head_dim=128),
     qwen3_moe=dict(QWEN, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8,
         moe_intermediate_size=768, norm_topk_prob=False),
-    # Here a missing list, and a multiplier of Granite's, is an error. transformers makes the list
-    # by a rule, and takes the multiplier as 1.
+    # Without SmolLM3's list, or one of Granite's multipliers, a file is refused. transformers makes
+    # the list by a rule, and takes a multiplier as 1.
     smollm3=dict(num_key_value_heads=4, rope_theta=2e6, tie_word_embeddings=True,
         no_rope_layers=None, max_position_embeddings=32768),
     phi3=dict(rms_norm_eps=1e-5, max_position_embeddings=4096,
@@ -55,8 +55,8 @@ FAMILIES: dict[str, JSON] = dict(
         rope_local_base_freq=1e4, sliding_window_pattern=6,
         attn_logit_softcapping=None, final_logit_softcapping=None),
     olmo2=dict(rms_norm_eps=1e-5))  # fmt: skip
-# What a family does whatever its file says: fields of model.Config, settings of config.json that it
-# does not read, and
+# What a family does whatever its file says: it sets fields of model.Config, replaces settings of
+# config.json, and sets these:
 #   norm_offset    is added to the weights of norms
 #   root_of_width  whether embeddings are multiplied by the root of D
 #   partial_rope   whether rope may rotate a part of each head only

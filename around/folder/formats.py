@@ -106,4 +106,6 @@ def check_order(groups: Tensor, group_size: int) -> None:
     """
     size = group_size if group_size > 0 else len(groups)
     if (groups != torch.arange(len(groups)) // size).any():
-        raise ValueError("the inputs are not grouped in order, or not so (desc_act, dynamic)")
+        raise ValueError(
+            "the inputs are not in their groups' order (desc_act), or groups differ (dynamic)"
+        )

@@ -155,8 +155,6 @@ class Tokenizer:
                 # "developer" is OpenAI's newer name of the role "system".
                 if turn.get("role") == "developer" and "developer" not in template:
                     turn["role"] = "system"
-                if isinstance(turn["content"], list):
-                    turn["content"] = "\n".join(part["text"] for part in turn["content"])
             if goes_on:
                 turns[-1]["content"] += END
             text = compile_template(template).render(variables, messages=turns)

@@ -21,8 +21,8 @@ HELP = "/new begins a new chat, /exit or Ctrl-D ends it, and Ctrl-C ends a reply
 
 
 class Asked(NamedTuple):
-    """What a command line asks for: how to build the engine, how to sample, and the text to
-    continue. Whether it is a chat, `args.chat` of the command line says."""
+    """What a command line asks for: how to build the engine, how to sample, the text to continue,
+    a line about sampling, and whether the plain loop is not enough."""
 
     args: EngineArgs
     params: SamplingParams
@@ -67,6 +67,7 @@ def asked_of(args: Namespace, ranks: Ranks) -> Asked:
         or ranks.world_size > 1
         or engine_args.speculate
         or engine_args.draft_checkpoint
+        # a limit that the plain loop does not know
         or settings.given(settings.Limits, args).keys() - {"max_seq_len", "kv_dtype"}
     )
     if "max_num_seqs" not in args:  # make the cache only as large as these sequences need
