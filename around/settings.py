@@ -86,8 +86,11 @@ def setting(default: Any, text: str, *bounds: float, **flag: Any) -> Any:
         bounds: the range of its values; see check.
         flag: further arguments for argparse, such as choices.
     """
-    # With SUPPRESS the parser returns only what was given on the command line.
-    flag |= dict(help=f"{text} ({default})" if default else text, default=SUPPRESS)
+    # With SUPPRESS the parser returns only what was given on the command line. It formats the help,
+    # so a % in a path is doubled.
+    if default:
+        text = f"{text} ({default})"
+    flag |= dict(help=text.replace("%", "%%"), default=SUPPRESS)
     return field(default=default, metadata=dict(range=bounds, flag=flag))
 
 

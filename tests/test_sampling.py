@@ -11,6 +11,7 @@ import re
 from argparse import Namespace
 from dataclasses import FrozenInstanceError, fields, replace
 from functools import cache
+from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
@@ -23,6 +24,7 @@ import sampling
 from around.folder import Tokenizer, first_sampling, suggested_sampling
 from around.settings import SamplingParams, SettingError, supported
 from around.settings import given as given_by_flags
+from around.settings import setting as make_setting
 from model import Config
 from sampling import Sequence, Token, distribution, draw, keep_likeliest, sample, uniform
 
@@ -111,6 +113,8 @@ def test_good_values(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps(both | more))
     assert suggested_sampling(tmp_path) == both and suggested_sampling(tmp_path / "none") == {}
     assert (suggested_sampling(tmp_path) | ours)["temperature"] == 0
+    path = make_setting(Path("/50%off"), "a folder").metadata["flag"]["help"]
+    assert path == "a folder (/50%%off)"  # a single % would end --help in a traceback
     # A chat starts calmly, unless its folder shapes the draws.
     for stored, calm in (({"max_new_tokens": 4}, {"temperature": 0.2, "top_p": 0.9}), (both, {})):
         (tmp_path / "generation_config.json").write_text(json.dumps(stored))

@@ -69,7 +69,7 @@ FORMS = dict(
         close=re.compile(""),
     ),
 )
-END = re.compile(r"\s*(?:</?[a-z_]*)?\Z")  # how a reply may end after a call: within a mark
+CUT_OFF = re.compile(r"\s*(?:</?[a-z_]*)?\Z")  # how a reply may end after a call: within a mark
 DECODER = json.JSONDecoder(strict=False)  # models write line breaks into strings
 # How a required call is written. Without limits, a weak model writes white space for ever. Keywords
 # that llguidance lacks have no effect.
@@ -227,7 +227,7 @@ def read_call(text: str, start: int, tools: Tools, ended: bool) -> tuple:
     end = start
     try:
         call, end = DECODER.raw_decode(text, start)
-        close = tools.form.close.match(text, end) or (ended and END.match(text, end))
+        close = tools.form.close.match(text, end) or (ended and CUT_OFF.match(text, end))
         if close and call["name"] in tools.schemas:
             # Models write the key of another form, too. JSON has no NaN, and no Infinity, which a
             # number that is too large has become.

@@ -11,7 +11,7 @@ layer_settings, rope_settings, folded.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -144,7 +144,7 @@ def layer_settings(settings: JSON) -> JSON:
     return dict(windows=windows, ropes=ropes)
 
 
-def full_layers(settings: JSON) -> Sequence[int]:
+def full_layers(settings: JSON) -> Collection[int]:
     """Return the layers that see everything, if the file has no layer_types: in most families the
     first `max_window_layers`."""
     if "sliding_window_pattern" in settings:  # Gemma: the last layer of each group
