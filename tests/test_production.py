@@ -173,8 +173,8 @@ def test_tls(tmp_path):
 
 @pytest.mark.nightly
 def test_prometheus(tmp_path):
-    """Let Prometheus read its file, and scrape a server with a key. Catches: a key that is not
-    sent; metrics that Prometheus refuses."""
+    """Let Prometheus read its files, scrape a server with a key, and compute a rule's latency.
+    Catches: a key that is not sent; metrics that Prometheus refuses; a rule about none of them."""
     (tmp_path / "key").write_text("secret\n")
     port, config = free_port(), (DEPLOY / "prometheus.yml").read_text()
     with Process(tmp_path, **KEY) as server:
@@ -184,6 +184,8 @@ def test_prometheus(tmp_path):
             assert config.count(old) == 1
             config = config.replace(old, str(new))
         (tmp_path / "prometheus.yml").write_text(config)
+        rules = (DEPLOY / "alerts.yml").read_text()
+        (tmp_path / "alerts.yml").write_text(rules)
         succeeds([program("promtool"), "check", "config", "prometheus.yml"], cwd=tmp_path)
         words = [program("prometheus"), "--config.file=prometheus.yml",
                  f"--web.listen-address=127.0.0.1:{port}", "--storage.tsdb.path=data"]  # fmt: skip
@@ -198,6 +200,8 @@ def test_prometheus(tmp_path):
 
             (sample,) = until(scraped)
             assert sample["value"][1] == "6" and sample["metric"]["model_name"] == "shakespeare"
+            for name in re.findall(r"vllm:\w+|up(?=\{)", rules):
+                assert page.get(f"/api/v1/query?query={name}").json["data"]["result"], name
 
 
 @pytest.mark.nightly
