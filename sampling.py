@@ -329,7 +329,9 @@ class Sequence:
         context = max_seq_len or config.max_position_embeddings
         n = len(prompt_ids)
         if not 0 < n < context:
-            shorter = "shorten it, or raise --max-seq-len, --kv-memory or --num-blocks"
+            shorter = (
+                "shorten it, or raise --max-seq-len, --kv-memory or --num-blocks where one set this"
+            )
             way_out = shorter if n else "give it some text"
             raise SettingError("prompt", f"has {n} tokens, context is {context}: {way_out}")
         check_ids("prompt", prompt_ids, config.vocab_size)

@@ -1261,7 +1261,7 @@ def test_signals(monkeypatch, capsys):
     for stream in (False, True):
         (answer,) = stopped(post(LONG | {"stream": stream}), "--shutdown-timeout", "0.3")
         assert "stopping" in answer.fails(503) and (stream or answer.headers["Retry-After"])
-    assert "stopping: 1 requests run" in capsys.readouterr().err
+    assert "stopping: 1 still running" in capsys.readouterr().err
     encode, begun, complete = TOKENIZER.encode, threading.Event(), Handler.complete
     slow = lambda *text: begun.set() or time.sleep(0.3) or encode(*text)  # noqa: E731
     with monkeypatch.context() as patch:

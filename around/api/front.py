@@ -141,7 +141,7 @@ def watch_signals(server: Any) -> None:
             if server.stopping:
                 os._exit(1)
             server.stopping = True
-            say(f"stopping: {len(server.busy)} requests run; a second Ctrl-C or SIGTERM ends them")
+            say(f"stopping: {len(server.busy)} still running; a second Ctrl-C or SIGTERM ends them")
 
     Thread(target=watch, daemon=True).start()
 

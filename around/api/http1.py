@@ -191,7 +191,7 @@ def listen_at(host: str, port: int) -> socket.socket:
     :: both versions reach it.
     """
     is_v6 = ":" in host
-    with blame(f"take another --host or --port: {host}:{port}"):
+    with blame(f"take another --host or --port than {host}:{port}"):
         return socket.create_server(
             (host, port), family=socket.AF_INET6 if is_v6 else socket.AF_INET, dualstack_ipv6=is_v6
         )

@@ -102,7 +102,7 @@ class API:
     def chat_text(self, fields: JSON, tools: Tools) -> str:
         """Render the messages of a chat."""
         messages = fields["messages"]
-        demand(messages, 400, "messages must have at least one message", "messages")
+        demand(messages, 400, "messages is missing or empty: give at least one message", "messages")
         for i, message in enumerate(messages):
             check_message(message, f"messages[{i}]")
         if self.system and messages[0]["role"] not in ("system", "developer"):

@@ -220,7 +220,10 @@ def locate_tensors(path: Path) -> Files:
     files: Files = {}
     for shard in sorted({*places.values()}) or [whole]:
         file = path / shard
-        with blame(f"{file}: download it, or git lfs pull it"), safe_open(file, "pt") as reader:
+        with (
+            blame(f"{file}: not readable; download it again, or git lfs pull"),
+            safe_open(file, "pt") as reader,
+        ):
             for name in reader.keys():  # noqa: SIM118 (it is no dict)
                 # An index decides which shard is read, and a tensor that it leaves out is not
                 # read. Without an index, `places` is {} and all are read.
