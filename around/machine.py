@@ -111,8 +111,8 @@ def free_memory(device: torch.device) -> int:
     try:
         found = re.findall(r"MemAvailable:\s+(\d+)", (ROOT / "proc/meminfo").read_text())
         free = [int(found[0]) * 1024]  # it is in kB
-    except (OSError, IndexError):  # no /proc, or an old one: half of the physical memory
-        free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
+    except (OSError, IndexError):  # no /proc, or an old one: all of the physical memory
+        free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     # A control group's limit, its usage and what that consists of.
     for limit, used, *stat in group_limits("memory.max", "memory.current", "memory.stat"):
         # The pattern finds inactive_file too. Both together are the cached files.

@@ -21,9 +21,12 @@ if len(sys.argv) not in (4, 5):
 model, prompts, answers, *most = sys.argv[1:]
 with open(answers, "ab+") as out:
     out.seek(0)
-    lines = out.read().rpartition(b"\n")[0].splitlines()
-    out.truncate(sum(len(line) + 1 for line in lines))  # half a line may follow: it is done again
-    done = {json.loads(line)["index"] for line in lines}
+    written = out.read()
+    if not all(b'{"index": '.startswith(line[:10]) for line in written.splitlines()):
+        sys.exit(f"{answers} has lines that are no results, and is left as it is")
+    whole = written.rfind(b"\n") + 1  # half a line may follow: it is done again
+    out.truncate(whole)
+    done = {json.loads(line)["index"] for line in written[:whole].splitlines()}
     llm = LLM(model)
     tokenizer = llm.engine.tokenizer
     params = replace(llm.get_default_sampling_params(), max_tokens=int(most[0]) if most else 200)
@@ -41,8 +44,8 @@ with open(answers, "ab+") as out:
             prompt = tokenizer.encode_chat(chat) if chat else asked["prompt"]
             its_params = params.with_stop(tokenizer.chat_stop) if chat else params
             llm.engine.add_request(prompt, its_params, request_id=str(index))
-        except (ValueError, KeyError, AttributeError) as error:
-            write(index, error=str(error))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            write(index, error=f"{type(error).__name__}: {error}")
     for request in llm.engine.run():
         if request.finished:
             (choice,) = request.outputs

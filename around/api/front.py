@@ -178,8 +178,8 @@ class Handler(Exchange):
             self.read_head()
             self.route()
         except Problem as problem:
-            # Behind ", is " stands the value of a field, which may be a prompt.
-            error = problem.json["error"]["message"].partition(", is ")[0]
+            # Behind one of these may stand the value of a field, such as a prompt.
+            error = re.split(""" ['"[{]|:""", problem.json["error"]["message"])[0]
             self.send(problem.json, problem.status)
         except (ConnectionError, TimeoutError) as gone:  # or silent for too long
             error = str(gone)
@@ -193,16 +193,16 @@ class Handler(Exchange):
                 time=time.strftime("%FT%TZ", time.gmtime()),
                 # A proxy says for whom it asks.
                 client=self.headers.get("X-Forwarded-For", self.client_address[0])[:200],
-                request=self.asked,
+                request=self.asked[:200],
                 status=self.status,
                 error=error,
                 seconds=round(time.monotonic() - start, 3),
             )
             # Pages and proxies ask for these all the time; and many a client leaves at once.
-            if (error or self.asked not in ("GET /engine", "GET /health")) and (
-                self.status or "id" in line
-            ):
-                with suppress(OSError):  # if it cannot be written, the next answer is still sent
+            is_poll = self.asked in ("GET /engine", "GET /health") and not error
+            if (self.asked or self.status) and not is_poll:
+                # If it cannot be written, or stderr is closed, the next answer is still sent.
+                with suppress(OSError, ValueError):
                     say(json.dumps(line))
             self.server.busy.discard(self)
 
@@ -299,9 +299,8 @@ class Handler(Exchange):
     def check_queue(self) -> None:
         """Raise a Problem if more than --max-queue connections would wait: those that answer a
         completion, this one included, less the max_num_seqs sequences that can run at once."""
-        server = self.server
-        num_waiting = len(server.busy) + 1 - server.engine.max_num_seqs
-        most = server.args.max_queue
+        num_waiting = len(self.server.busy) + 1 - self.server.engine.max_num_seqs
+        most = self.server.args.max_queue
         demand(
             num_waiting <= most,
             429,

@@ -7,7 +7,6 @@ file does not know what runs the model. Read: load_model, locate_tensors.
 """
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -115,7 +114,7 @@ def load_model(
     need = sum(tensor.nbytes for _, tensor in named_tensors(model))
     free = free_memory(torch.device(device))
     with blame(f"{path}: its weights need {need >> 20} MB"):
-        if need > free and sys.platform == "linux":  # elsewhere `free` is a guess
+        if need > free:
             raise ValueError(f"{free >> 20} MB are free: take a smaller model")
         model.to_empty(device=device)
     model.inv_freq = rope_frequencies(config).to(device)
@@ -221,7 +220,9 @@ def locate_tensors(path: Path) -> Files:
     for shard in sorted({*places.values()}) or [whole]:
         file = path / shard
         with (
-            blame(f"{file}: not readable; download it again, or git lfs pull"),
+            blame(
+                f"{file}: damaged, or larger than the memory; download it again, or git lfs pull"
+            ),
             safe_open(file, "pt") as reader,
         ):
             for name in reader.keys():  # noqa: SIM118 (it is no dict)

@@ -6,15 +6,15 @@ from model import Transformer
 from paged import Runner
 from scheduler import Proposer
 
-MAX_BYTES = 2**32  # of the cache on a CPU, as in vLLM: other programs want memory too
+MAX_BYTES = 2**32  # of the cache without CUDA, as in vLLM: other programs want memory too
 
 
 def affordable_blocks(limits: EngineArgs, model: Transformer, proposer: Proposer) -> int:
     """How many blocks fit into limits.kv_memory, and no more than the sequences can use.
 
-    A kv_memory of 1 or more is a number of bytes. Below 1 it is a share of the free memory, and on
-    a CPU at most MAX_BYTES. A part of the rest is for a step: its activations, masks and logits,
-    and what attention copies of one layer's keys and values.
+    A kv_memory of 1 or more is a number of bytes. Below 1 it is a share of the free memory, and
+    without CUDA at most MAX_BYTES. A part of the rest is for a step: its activations, masks and
+    logits, and what attention copies of one layer's keys and values.
 
     Args:
         proposer: each of the models that guess has as many blocks as the model.
@@ -31,7 +31,7 @@ def affordable_blocks(limits: EngineArgs, model: Transformer, proposer: Proposer
     memory = limits.kv_memory
     if memory < 1:
         memory *= free_memory(model.device)
-        if model.device.type == "cpu":
+        if model.device.type != "cuda":
             memory = min(memory, MAX_BYTES)
     longest = limits.max_seq_len or model.config.max_position_embeddings
     num_blocks = min(int(memory // block_bytes), limits.max_num_seqs * -(-longest // size))
