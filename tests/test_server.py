@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import weakref
+from bisect import bisect
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -54,7 +55,7 @@ from serving import (
 
 import sampling
 import server as server_module
-from around.api import Metrics, front, http1, listen_at, serve, server_args
+from around.api import Metrics, front, http1, listen_at, metrics, serve, server_args
 from around.api.answers import Choice, demand
 from around.api.front import Handler
 from around.api.function_calls import NO_TOOLS, Reader
@@ -1347,10 +1348,10 @@ METRICS = """num_requests_running num_requests_waiting kv_cache_usage_perc num_p
     spec_decode_num_accepted_tokens_total"""
 
 
-def test_metrics(local):
+def test_metrics(local, monkeypatch):
     """Send requests, and compare the metrics before and after with their usage; check each line's
     form. Catches: names that Prometheus refuses; a token counted twice or not at all; a prompt
-    counted once for each of its n outputs."""
+    counted once for each of its n outputs; a histogram that is read when half of it is counted."""
     before, long = local.metrics(), {"prompt": [7] * 40, "max_tokens": 1, "ignore_eos": True}
     bodies = [{"prompt": [PROMPT, "a"], "n": 2, "seed": 1, "max_tokens": 9}, long, long,
               {"stop_token_ids": [13], "logit_bias": {"13": 100}}]  # fmt: skip
@@ -1387,6 +1388,13 @@ def test_metrics(local):
     gaps = made.ended["inter_token_latency_seconds"]  # 0.02 and 4.976
     ends = ("0.01", "0.025", "2.5", "5", "+Inf")
     assert [gaps[f'_bucket{{le="{end}"}}'] for end in ends] == [0, 1, 1, 2, 2]
+    texts = []  # what another thread reads meanwhile
+    watch = lambda *given: texts.append(made.text()) or bisect(*given)  # noqa: E731
+    monkeypatch.setattr(metrics, "bisect", watch)
+    made.count(SimpleNamespace(outputs=[ended]))
+    for text in texts:
+        counts = re.findall(r'(\w+)_(?:bucket\{model_name="m",le="\+Inf"|count.*)\} (\d+)', text)
+        assert len(counts) == 6 and len({*counts}) == 3, text
     answer = local.get("/metrics")
     assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
     names, samples = [], []

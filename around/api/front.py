@@ -199,8 +199,9 @@ class Handler(Exchange):
                 seconds=round(time.monotonic() - start, 3),
             )
             # Pages and proxies ask for these all the time; and many a client leaves at once.
-            is_poll = self.asked in ("GET /engine", "GET /health") and not error
-            if (self.asked or self.status) and not is_poll:
+            if (self.asked or self.status) and (
+                error or self.asked not in ("GET /engine", "GET /health")
+            ):
                 # If it cannot be written, or stderr is closed, the next answer is still sent.
                 with suppress(OSError, ValueError):
                     say(json.dumps(line))

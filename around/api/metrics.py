@@ -5,6 +5,7 @@ knows the engine and no HTTP. Read: Metrics.
 """
 
 import json
+from bisect import bisect
 from collections import Counter, defaultdict
 from itertools import pairwise
 from typing import Any
@@ -55,11 +56,13 @@ class Metrics:
                 e2e_request_latency_seconds=gaps and [sum(gaps)],
             )
             for name, values in histograms.items():
-                samples = self.ended[name]
-                for end in ENDS.split():
-                    seconds = float(end)
-                    samples[f'_bucket{{le="{end}"}}'] += sum(value <= seconds for value in values)
-                samples.update({"_sum{}": sum(values), "_count{}": len(values)})
+                values.sort()
+                samples = Counter(
+                    {f'_bucket{{le="{end}"}}': bisect(values, float(end)) for end in ENDS.split()}
+                    | {"_sum{}": sum(values), "_count{}": len(values)}
+                )
+                samples.update(self.ended[name])
+                self.ended[name] = samples  # all at once, as other threads read it
 
     def now(self) -> dict[str, float]:
         """Return the engine's counters and gauges."""

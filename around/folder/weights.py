@@ -117,11 +117,11 @@ def load_model(
         if need > free:
             raise ValueError(f"{free >> 20} MB are free: take a smaller model")
         model.to_empty(device=device)
-    model.inv_freq = rope_frequencies(config).to(device)
-    if tied:
-        model.lm_head.weight = model.embed_tokens.weight
-    for name, tensor in progress([*named_tensors(model)], f"loading {path.name}"):
-        tensor.copy_(files[name].read())
+        model.inv_freq = rope_frequencies(config).to(device)
+        if tied:
+            model.lm_head.weight = model.embed_tokens.weight
+        for name, tensor in progress([*named_tensors(model)], f"loading {path.name}"):
+            tensor.copy_(files[name].read())
     return model
 
 
