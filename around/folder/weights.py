@@ -82,7 +82,8 @@ def load_model(
     Raises:
         InputError: see load_config; or files are missing or damaged; or their tensors are not
             those of the config (the error counts all of them and lists the first 20); or the
-            quantization_config is unknown or contradicts the files.
+            quantization_config is unknown or contradicts the files; or the weights need more bytes
+            than machine.free_memory.
     """
     path = Path(path)
     config = load_config(path)
@@ -109,7 +110,8 @@ def load_model(
         if shard:
             model, files = shard(model, files)
             insert_quantised(model, files)
-    # 4) Read the weights. to_empty erases inv_freq, and separates a tied lm_head's weight.
+    # 4) Read the weights, if there is memory for them. to_empty erases inv_freq, and separates a
+    # tied lm_head's weight.
     tied = is_tied(model)
     need = sum(tensor.nbytes for _, tensor in named_tensors(model))
     free = free_memory(torch.device(device))

@@ -41,8 +41,8 @@ def parse_args(argv: list[str] | None) -> Namespace:
     parser.add_argument("--system", help="with --chat: what the model is told first")
     group = parser.add_argument_group(
         "sampling",
-        "defaults: the checkpoint's generation_config.json, else as in parentheses; if it suggests "
-        "nothing, --chat starts at temperature 0.2, top-p 0.9",
+        "defaults: the checkpoint's generation_config.json, else as in parentheses; if it has no "
+        "temperature, --chat starts at 0.2, with top-p 0.9",
     )
     settings.add_flags(group, SamplingParams, max_tokens="--max-new-tokens", n="--num-samples")
     return parser.parse_args(argv)
