@@ -301,11 +301,8 @@ class Sequence:
         matcher: decides which tokens may come next, if a structure is asked for; see
             around/structured.py.
         end_ids: the ids that end it.
-        marks: the ids that begin a thought (True) and that end one (False); the server sets them.
-        thinks: whether it is within a thought, where stop strings do not count.
+        stream: makes the text from the ids.
     """
-
-    thinks = False
 
     def __init__(
         self,
@@ -346,7 +343,6 @@ class Sequence:
         self.times = [time.perf_counter()]
         self.finish_reason: str | None = None
         self.matcher = None
-        self.marks: dict[int, bool] = {}
         # Most special tokens have no text in the output (see Tokenizer.special), so the search for
         # stop strings would not find them. If a stop string is a special token, its id ends the
         # sequence.
@@ -354,12 +350,12 @@ class Sequence:
         self.end_ids = {*params.stop_token_ids, *(special[s] for s in params.stop if s in special)}
         if not params.ignore_eos:
             self.end_ids |= tokenizer.eos_ids(config) if tokenizer else {*config.eos_ids}
-        self._stream = TextStream(tokenizer, prompt_ids, params.stop)
+        self.stream = TextStream(tokenizer, prompt_ids, params.stop)
 
     @property
     def text(self) -> str:
         """The output's text, which only ever grows; see TextStream."""
-        return self._stream.text
+        return self.stream.text
 
     @property
     def token_ids(self) -> Ids:
@@ -405,12 +401,9 @@ class Sequence:
         self.ids.append(token.id)
         reason = self._advance(token.id)
         # What ends a text is no part of it, nor is a token that the structure does not allow.
-        has_text = token.id not in self.end_ids and reason != "error"
-        shown_id = token.id if has_text else None
-        self.thinks = self.marks.pop(token.id, self.thinks)  # each mark counts once
-        # Whether a stop string may end it here.
-        can_stop = len(self.ids) > self.prompt_len + self.params.min_tokens and not self.thinks
-        text, stopped = self._stream.push(shown_id, last=bool(reason), can_stop=can_stop)
+        shown_id = None if token.id in self.end_ids or reason == "error" else token.id
+        can_stop = len(self.ids) > self.prompt_len + self.params.min_tokens
+        text, stopped = self.stream.push(shown_id, last=bool(reason), can_stop=can_stop)
         self.tokens.append(token._replace(text=text))
         self.times.append(time.perf_counter())
         self.finish_reason = "stop" if stopped else reason
@@ -419,7 +412,7 @@ class Sequence:
         """End the sequence from outside, and show the text that was held back as a possible stop
         string. Does nothing if it has ended already, as when Ctrl-C comes with the last word."""
         if not self.finish_reason:
-            self._stream.push(None, last=True)
+            self.stream.push(None, last=True)
             self.finish_reason = reason
 
     def _advance(self, token_id: int) -> str | None:

@@ -276,9 +276,7 @@ class Engine:
         self.max_num_batched_tokens, self.small_budget = step_budget(limits, model, self.proposer)
         size = limits.block_size
         longest = limits.max_seq_len or self.config.max_position_embeddings
-        num_blocks = limits.num_blocks
-        if num_blocks is None:
-            num_blocks = self.max_num_seqs * -(-longest // size)
+        num_blocks = limits.num_blocks or self.max_num_seqs * -(-longest // size)
         self.pool = BlockPool(num_blocks, size)
         # A sequence's last token is sampled and never run, so it needs no slot.
         self.max_seq_len = min(longest, num_blocks * size + 1)

@@ -140,6 +140,10 @@ class InputError(ValueError):
     the other ranks. The message is for the user."""
 
 
+# Follows the name of a file that a parser reads.
+AGAIN = " (if it is damaged, download it again, or git lfs pull)"
+
+
 @contextmanager
 def blame(what: Path | str) -> Iterator[None]:
     """Turn any exception raised inside into an InputError that begins with `what`.
@@ -158,7 +162,7 @@ def blame(what: Path | str) -> Iterator[None]:
 
 def read_json(path: Path) -> JSON:
     """Read a JSON object."""
-    with blame(path):
+    with blame(f"{path}{AGAIN}"):
         return check("its content", json.loads(path.read_text(encoding="utf-8")), dict)
 
 
@@ -229,9 +233,7 @@ class SamplingParams:
         # Through vars, as the dataclass is frozen. None is vLLM's way to leave a field out.
         vars(self).update(
             # `stop` is a list or tuple here. The type includes str only for the text of the error.
-            stop=check_items(
-                "stop", () if stop is None else stop, str | list | tuple, str, max_len=16
-            ),
+            stop=check_items("stop", stop or (), str | list | tuple, str, max_len=16),
             stop_token_ids=() if self.stop_token_ids is None else self.stop_token_ids,
             logit_bias=self.logit_bias or {},
             seed=None if self.seed == -1 else self.seed,

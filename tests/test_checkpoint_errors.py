@@ -103,7 +103,7 @@ def test_files(folder):
     ):  # fmt: skip
         for file in ("generation_config.json", CONFIG):
             (folder / file).write_bytes(content)
-            refused(folder, f"/{file}: ")
+            refused(folder, f"/{file} (if it is damaged, download it again, or git lfs pull): ")
             edit(folder)
         (folder / "generation_config.json").unlink()
     for path in (folder / "typo", folder / WEIGHTS):

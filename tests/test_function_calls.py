@@ -159,15 +159,19 @@ def test_a_thought_is_no_call(monkeypatch):
     begun, or one in Mistral's marks, taken for the answer."""
     encode = TOKENIZER.encode
     for before, made, thought, text, calls in THINKS:
-        mark = "<think>" if "<think>" in before + made else "[THINK]"
-        one = lambda text, add_special=True: [5] if text == mark else encode(text, add_special)  # noqa: B023, E731
+        marks = "<think></think>" if "<think>" in before + made else "[THINK][/THINK]"
+        one = lambda text, *special, **more: (  # noqa: E731
+            [5, 6] if text == marks else encode(text, *special, **more)  # noqa: B023
+        )
         monkeypatch.setattr(TOKENIZER, "encode", one)
-        seq: Any = SimpleNamespace(params=SamplingParams(), ids=encode(before), tokens=[])
-        marks = mark_thoughts(TOKENIZER, [seq], {"continue_final_message": False})
+        seq: Any = SimpleNamespace(
+            params=SamplingParams(), ids=encode(before), tokens=[], stream=one
+        )
+        found = mark_thoughts(TOKENIZER, [seq], {"continue_final_message": False})
         words = re.findall(r"</?think>|\[/?THINK\]|.|\n", made)
         for parts in ([made], words):
             reader = Reader(Tools(FORMS["hermes"], SCHEMAS, True))
-            choice = Choice(0, seq, "message", TOKENIZER, marks, False, reader)
+            choice = Choice(0, seq, "message", TOKENIZER, found, False, reader)
             got = {"reasoning_content": "", "content": ""}
             for so_far in itertools.accumulate(parts):
                 seq.text, seq.finish_reason = so_far, "stop" if so_far == made else None

@@ -349,13 +349,13 @@ def test_what_was_seen_is_kept_up_to_date(logits, p, text, guesses):
     (prompt, output), logits = text, torch.tensor([logits])
     kept, before = row(prompt, V=V, p=replace(p, max_tokens=len(output) + 1)), logits.clone()
     for n, token_id in enumerate([*output, 0]):
-        state = copy.deepcopy({**vars(kept), "_stream": 0})
+        state = copy.deepcopy({**vars(kept), "stream": 0})
         ahead, there = kept.with_guesses(guesses), row(prompt, [*output[:n], *guesses], V, p)
         got, want = (distribution(logits, [each]) for each in (ahead, there))
         assert torch.equal(got, want) and ahead.uniform() == there.uniform()
         assert sample(logits, [ahead]) == sample(logits, [there])
         assert torch.equal(logits, before)
-        assert {**vars(kept), "_stream": 0} == state and (guesses or ahead is kept)
+        assert {**vars(kept), "stream": 0} == state and (guesses or ahead is kept)
         kept.append(Token(token_id))
     assert kept.finish_reason == "length"
 
@@ -583,13 +583,18 @@ def test_stop_strings():
         feed(sequence, end)
         sequence.finish("interrupted")  # a second end changes nothing
         assert (sequence.text, sequence.finish_reason) == (shown, reason)
-    # "b" ends an answer, and no thought; a second thought is a part of the answer.
-    for thinks, shown in ((True, "Abx<Ab>a<"), (False, "A")):
-        sequence = start([1], ASCII, stop="b", max_tokens=12)
-        sequence.marks = {60: True, 62: False}
-        sequence.thinks = thinks
-        feed(sequence, b"Abx<Ab>a<bb")
-        assert (sequence.text, sequence.finish_reason) == (shown, "stop")
+    # "<" begins a thought, and ">" ends it. "b" ends an answer, and no thought; nor does a stop
+    # string that begins in a mark. A mark within an answer is text.
+    for marks, ids, stop, shown in (
+        ("<>", b" <Ab>a<b", "b", " <Ab>a<"), ("<>", b" A<b", "b", " A<"), ("", b"<b>", "b", "<"),
+        (">", b"Ab<b>a<b", "b", "Ab<b>a<"), (">", b"Ab>a>a", ">a", "Ab>a"),
+        ("<>", b"<Ab>>a", ">a", "<Ab>"), ("<>", b"a>b", "b", "a>"), ("<>", b">b>", "b", ">"),
+        ("<>", b"<Ab>a<b", "<", "<Ab>a"),
+    ):  # fmt: skip
+        sequence = start([1], ASCII, stop=stop, max_tokens=12)
+        sequence.stream.marks = [*marks.encode()]
+        feed(sequence, ids)
+        assert (sequence.text, sequence.finish_reason) == (shown, "stop"), (marks, ids)
     for end in ([2], [], [120]):
         sequence = feed(start([65], Bytes(), stop="x\ufffd", max_tokens=4), [*b"ax\xc3", *end])
         sequence.finish("interrupted")

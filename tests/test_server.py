@@ -367,10 +367,10 @@ def test_thoughts(local, monkeypatch):
     """Chat with models that think, and check what is thought and what is said. Catches: an answer
     that contained its thought; structured output taken for a thought, because the template had
     begun one; a plain model's answer with "<think>" in it taken for one."""
-    tokenizer, think = local.engine.tokenizer, [5]  # as models that think have it, one token
+    tokenizer, think = local.engine.tokenizer, [5, 6]  # as models that think have them
     encode, fields = tokenizer.encode, {"messages": HI, "ignore_eos": True, "n": 2}
     one = lambda text, *args, **more: (  # noqa: E731
-        think if text == "<think>" else encode(text, *args, **more)
+        think if text == "<think></think>" else encode(text, *args, **more)
     )
     monkeypatch.setattr(tokenizer, "encode", one)
     monkeypatch.setattr(tokenizer, "chat_stop", ())
@@ -389,9 +389,9 @@ def test_thoughts(local, monkeypatch):
         chat = [{"role": "user", "content": "<think>"}, {"role": "assistant", "content": text}]
         body = {"messages": chat, "continue_final_message": True}
         completion = local.server.api.prepare(body, True)
-        assert all(choice.seq.thinks is thinks for choice in completion.choices), text
-        assert completion.choices[0].seq.marks[5] and completion.choices[0].marks[0] == (
-            "<think>" if thinks else "")  # fmt: skip
+        for choice in completion.choices:
+            assert choice.marks[0] == ("<think>" if thinks else "")
+            assert choice.seq.stream.marks == [5, 6][thinks:], text
     for before, made, thought, said in THOUGHTS:
         # What follows keeps the line break at its end.
         template = "{{ messages[0].content }}" + before + "{{ '' }}"
@@ -413,7 +413,7 @@ def test_thoughts(local, monkeypatch):
     monkeypatch.setattr(tokenizer, "template", "{{ messages[0].content }}<think>")
     (chosen,) = messages(structured_outputs={"choice": ["yes", "no"]}, ignore_eos=False)
     assert chosen["content"] in ("yes", "no") and "reasoning_content" not in chosen
-    think.append(5)  # the mark is several tokens
+    think.append(5)  # a mark is several tokens
     assert "reasoning_content" not in messages()[0]
 
 
@@ -473,7 +473,7 @@ TOGETHER = [  # bodies, and the field that excludes another one
     ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
      "structured_outputs", "structured_outputs excludes response_format"),
     ({"stream": True, "stream_options": {"include_usage": 5}}, "stream_options", "bool"),
-    ({"stream_options": {"continuous_usage_stats": True}}, "stream_options", "continuous"),
+    ({"stream_options": {"continuous_usage_stats": True}}, "continuous_usage_stats", "False"),
 ]  # fmt: skip
 
 

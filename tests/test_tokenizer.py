@@ -230,13 +230,15 @@ def test_bos_and_eos(tmp_path):
         assert ids == fast_twin(tmp_path / "json").encode("the cat")
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 1234\n"
 DAMAGED = {
     "tokenizer_json": (
-        b"", b"{", GPT[: len(GPT) // 2], "[]", {}, "null", {"model": 5}, b"\xff\xfe\x00", LLAMA
+        b"", b"{", GPT[: len(GPT) // 2], "[]", {}, "null", {"model": 5}, b"\xff\xfe\x00", LLAMA,
+        POINTER,
     ),
-    "tokenizer_model": (b"", LLAMA[: len(LLAMA) // 2], b"\xff" * 64, {}, GPT),
+    "tokenizer_model": (b"", LLAMA[: len(LLAMA) // 2], b"\xff" * 64, {}, GPT, POINTER),
     "tokenizer_config.json": (
-        b"", b"{", b"[]", b"\xff", {"added_tokens_decoder": {"x": {"content": "a"}}},
+        b"", b"{", b"[]", b"\xff", POINTER, {"added_tokens_decoder": {"x": {"content": "a"}}},
         {"added_tokens_decoder": {"9": {}}}, {"added_tokens_decoder": {"9": {"content": 5}}},
         {"added_tokens_decoder": ["a"]}, {"bos_token": ["<s>"]},
         {"chat_template": [{"name": "default"}]}, {"chat_template": ["{{ messages }}"]},
@@ -256,6 +258,11 @@ def test_which_file_and_damaged_ones(kinds, tmp_path, monkeypatch):
         with pytest.raises(InputError, match=f"folder{i}") as caught:
             read(tmp_path / f"folder{i}", **(others | {file: content}))
         assert "\n" not in str(caught.value)
+        if content is POINTER:  # of Git LFS, in place of the file
+            assert f"{file.replace('_json', '.json').replace('_model', '.model')} (" in str(
+                caught.value
+            )
+            assert "git lfs pull" in str(caught.value)
     for folder in (tmp_path / "nothing here", write(tmp_path / "config", NAMES)):
         with pytest.raises(InputError, match=r"tokenizer\.json is missing.*tokenizer\.model"):
             Tokenizer(folder)

@@ -267,27 +267,23 @@ def mark_thoughts(tokenizer: Tokenizer, seqs: list[EngineSequence], fields: JSON
     in front of their output, and the marks.
 
     Some templates begin the thought, or a last message that is continued does, so that the output
-    lacks the first mark. A structured output does not go on with such a thought, and completions,
-    and models without a token for that mark, have no thoughts: with both marks in front of it, all
-    of an output is the answer.
+    lacks the first mark. Structured outputs, completions, and models without a token for each mark
+    have no thoughts: with both marks in front of it, all of an output is the answer.
 
     Args:
         fields: a chat's; {} for a completion.
     """
-    for begin, end in MARKS if fields else ():
-        begins, ends = (tokenizer.encode(mark, add_special=False) for mark in (begin, end))
-        if len(begins) > 1:
+    for begin, end in MARKS if fields and "structured_outputs" not in fields else ():
+        marks = tokenizer.encode(begin + end, add_special=False)
+        if len(marks) > 2:
             continue
         if fields["continue_final_message"]:
             tail = str(plain_turn(fields["messages"][-1])["content"])
         else:
             tail = tokenizer.decode(seqs[0].ids[-16:], show_special=True).rstrip()[-len(begin) :]
         is_open = tail.lstrip().startswith(begin) and end not in tail
-        if is_open and seqs[0].params.structured_outputs:
-            break
         for seq in seqs:
-            seq.thinks = is_open
-            seq.marks = {begins[0]: True, ends[-1]: False}
+            seq.stream.marks = marks[is_open:]
         return begin if is_open else "", begin, end
     return "".join(MARKS[0]), *MARKS[0]
 
@@ -295,10 +291,8 @@ def mark_thoughts(tokenizer: Tokenizer, seqs: list[EngineSequence], fields: JSON
 def split_thought(output: str, prefix: str, begin: str, end: str) -> tuple:
     """Split a reply into the thought and the answer, by what mark_thoughts returns.
 
-    In models that think, each mark is one token, so it arrives whole. One case is different: if a
-    stop string begins with ">", the last character of a mark is held back at first. Then a stream
-    sends "<think" as part of the answer, or "</think" as part of the thought. White space before a
-    thought is dropped.
+    In models that think, each mark is one token, so it arrives whole. White space before a thought
+    is dropped.
 
     Example: "<think>Hm, </think>Yes" -> "Hm, ", "Yes"; and "Yes" -> "", "Yes"
     """

@@ -132,7 +132,7 @@ REFUSED = """audio grammar json_schema n_predict prompt_logprobs chat_template d
 UNSUPPORTED = dict.fromkeys(REFUSED.split()) | dict(
     functions=[], suffix="", bad_words=[], modalities=["text"], reasoning_format="auto", best_of=1,
     use_beam_search=False, skip_special_tokens=True, include_stop_str_in_output=False,
-    return_token_ids=False)  # fmt: skip
+    return_token_ids=False, continuous_usage_stats=False)  # fmt: skip
 
 
 def translate(given: JSON, chat: bool) -> JSON:
@@ -149,14 +149,12 @@ def translate(given: JSON, chat: bool) -> JSON:
     fields = DEFAULTS | given
     for name, default in DEFAULTS.items():
         check(name, fields[name], type(default))
-    for name, only in UNSUPPORTED.items():
-        supported(name, fields.get(name, only), only)
-    # A whole answer always has the usage.
     options = fields["stream_options"]
+    for name, only in UNSUPPORTED.items():
+        supported(name, (options | fields).get(name, only), only)
+    # A whole answer always has the usage.
     wants_usage = options.get("include_usage") or not fields["stream"]
     fields["include_usage"] = check("stream_options[include_usage]", wants_usage, bool)
-    asked = options.get("continuous_usage_stats") or False
-    supported("stream_options[continuous_usage_stats]", asked, False)
     if "max_completion_tokens" in fields:
         fields["max_tokens"] = fields["max_completion_tokens"]
     if chat:  # here `logprobs` is a bool, and `top_logprobs` the number

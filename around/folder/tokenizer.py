@@ -14,7 +14,7 @@ import sentencepiece
 
 from around.folder.chat import END, NO_DEFAULT, PLAIN_TEMPLATE, compile_template, plain_turn
 from around.folder.text import Detokenizer, Ids
-from around.settings import JSON, blame, read_optional, supported
+from around.settings import AGAIN, JSON, blame, read_optional, supported
 from model import Config
 
 
@@ -145,8 +145,11 @@ class Tokenizer:
             ValueError: the template does not compile or refuses these messages.
         """
         # Templates use bos_token and other special tokens, and see nothing else of the config.
-        names = [name for name in self.config if re.fullmatch("(?!add_).*_token", name)]
-        tokens = {name: self.config[name] for name in names}
+        tokens = {
+            name: value
+            for name, value in self.config.items()
+            if re.fullmatch("(?!add_).*_token", name)
+        }
         variables = {"add_generation_prompt": not goes_on, **tokens, **options}
         template = self.tool_template if options.get("tools") else self.template
         with blame("chat template"):  # it can raise any exception
@@ -174,7 +177,8 @@ class Tokenizer:
             import tokenizers  # an extra, kilolm[hf]
         except ImportError as error:
             raise ValueError("tokenizer.json needs: pip install tokenizers") from error
-        backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        with blame(f"tokenizer.json{AGAIN}"):
+            backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
         backend.no_truncation()  # training scripts may leave it on, which would cut prompts
         backend.no_padding()
         for i, token in sorted(added.items()):  # each new token gets the next id
@@ -220,7 +224,8 @@ class Tokenizer:
         #   later   encodes what follows an added token. It is `first` if `legacy` is on, and `bare`
         #           if not. By default, legacy is off in a LlamaTokenizer and on in all others
         config = self.config
-        sp = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        with blame(f"tokenizer.model{AGAIN}"):
+            sp = sentencepiece.SentencePieceProcessor(model_file=str(file))
         # These four bytes set normalizer_spec.add_dummy_prefix to False: in a protocol buffer the
         # last value wins.
         no_space = file.read_bytes() + b"\x1a\x02\x18\x00"
