@@ -51,8 +51,8 @@ def generate(
     while not sequence.finish_reason:
         end = min(cached + chunk, len(ids))
         tokens = torch.tensor([ids[cached:end]], device=model.device)  # (1, T)
-        positions, layer_caches = cache.plan(cached, end)
-        logits = model(tokens, positions, layer_caches, last)  # (1, V)
+        positions, caches = cache.plan(cached, end)
+        logits = model(tokens, positions, caches, last)  # (1, V)
         cached = end
         if not finite(logits).all():
             raise ValueError(BROKEN)

@@ -115,11 +115,11 @@ class StaticCache:
         new = self.slots[start:end].clone()
         num_read = -(-end // BUCKET) * BUCKET  # rounded up
         masks = Masks(self.config, new[None], self.slots[None, :num_read], self.dtype)
-        layers = [
+        caches = [
             StaticLayerCache(kv, new, masks, view)
             for kv, view in zip(self.slabs, self.config.views, strict=True)
         ]
-        return new.expand(self.batch_size, -1), layers
+        return new.expand(self.batch_size, -1), caches
 
 
 # --- How a key or a value is stored ---------------------------------------------------------------

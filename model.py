@@ -109,7 +109,7 @@ class Transformer(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor,
-        cache: "list[LayerCache] | None" = None,
+        caches: "list[LayerCache] | None" = None,
         select: Tensor | None = None,
         /,  # hooks see the arguments by their places
     ) -> Tensor:
@@ -118,20 +118,21 @@ class Transformer(nn.Module):
         Args:
             tokens: (B, T) int64 token ids.
             positions: (B, T) int64, each token's place in its sequence, from 0.
-            cache: one LayerCache per layer, planned for these tokens; None: no tokens came before.
+            caches: a LayerCache for each layer, planned for these tokens; None: no tokens came
+                before.
             select: int64 indices of the tokens whose logits are wanted, counted row by row over the
                 B * T tokens. A prompt needs only its last one, and V is large. None: all.
 
         Returns:
             Logits: (B, T, V), or (len(select), V).
         """
-        if cache is None:
+        if caches is None:
             masks = Masks(self.config, positions, positions, self.dtype)
-            cache = [NoCache(masks, view) for view in self.config.views]
+            caches = [NoCache(masks, view) for view in self.config.views]
         x = self.embed(tokens)  # (B, T, D)
         rotations = self.rope(positions)
-        for layer, rope, layer_cache in zip(self.layers, self.ropes, cache, strict=True):
-            x = layer(x, *rotations[rope], layer_cache)
+        for layer, rope, cache in zip(self.layers, self.ropes, caches, strict=True):
+            x = layer(x, *rotations[rope], cache)
         if select is not None:
             x = x.flatten(0, 1)[select]  # (len(select), D)
         return softcap(self.lm_head(self.norm(x)), self.config.logits_cap)

@@ -307,11 +307,11 @@ class Runner:
             select += range(len(tokens) - row.num_logits, len(tokens))
         tensor = partial(torch.tensor, device=self.model.device)
         places = tensor(slots)
-        layers = [
+        caches = [
             PagedLayerCache(kv, places, rows, self.model, view)
             for kv, view in zip(self.kv, self.model.config.views, strict=True)
         ]
-        return tensor([tokens]), tensor([positions]), layers, tensor(select)
+        return tensor([tokens]), tensor([positions]), caches, tensor(select)
 
     def wipe_new_blocks(self, rows: list[Row]) -> None:
         """Wipe each row's last block if it is new and not filled. A NaN that its last owner left

@@ -32,13 +32,13 @@ class Growing(LayerCache):
 
 def write(model: Transformer, ids: list[int], count: int, cached: bool) -> Iterator[int]:
     """Run chapter 1's loop; with a cache, run only the tokens that the cache lacks."""
-    layers = [Growing() for _ in model.layers] if cached else None
+    caches = [Growing() for _ in model.layers] if cached else None
     done = 0  # tokens in the cache
     for _ in range(count):
         tokens = torch.tensor([ids[done:]])  # (1, T)
         positions = torch.arange(done, len(ids))[None]  # (1, T)
         last = torch.tensor([len(ids) - done - 1])
-        logits = model(tokens, positions, layers, last)
+        logits = model(tokens, positions, caches, last)
         if cached:
             done = len(ids)
         ids.append(int(logits.argmax()))

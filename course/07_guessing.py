@@ -25,8 +25,8 @@ def speculate(model: Transformer, ids: list[int], count: int, guess: Guess) -> l
     cache = StaticCache(model, 1, end)
     while len(ids) < end:
         ahead = guess(ids)[: end - len(ids) - 1]
-        positions, layers = cache.plan(done, len(ids) + len(ahead))
-        logits = model(torch.tensor([ids[done:] + ahead]), positions, layers)[0]  # (T, V)
+        positions, caches = cache.plan(done, len(ids) + len(ahead))
+        logits = model(torch.tensor([ids[done:] + ahead]), positions, caches)[0]  # (T, V)
         says = logits.argmax(-1).tolist()[-1 - len(ahead) :]  # after the last id, and each guess
         right = 0
         while right < len(ahead) and ahead[right] == says[right]:

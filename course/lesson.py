@@ -401,9 +401,9 @@ def timed(act: Callable[..., Any], *args: Any) -> tuple[Any, float]:
 def forward_ms(model: Transformer, tokens: int = 1, past: int = 0, repeat: int = 5) -> float:
     """Time a forward of `tokens` tokens after `past` tokens in a cache. Returns the minimum of
     `repeat` forwards, in milliseconds."""
-    positions, layers = StaticCache(model, 1, past + tokens).plan(past, past + tokens)
+    positions, caches = StaticCache(model, 1, past + tokens).plan(past, past + tokens)
     ids = torch.zeros_like(positions)  # (1, T)
-    return 1e3 * seconds(lambda: model(ids, positions, layers), repeat)
+    return 1e3 * seconds(lambda: model(ids, positions, caches), repeat)
 
 
 def random_ids(model: Transformer, count: int) -> list[int]:

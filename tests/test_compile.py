@@ -51,9 +51,9 @@ def test_nothing_is_compiled_after_warm_up():
                 list(generate(compiled, sequence, cache, chunk=32))
             assert sequence.token_ids == expected.token_ids
     # The guard can fail: a batch of three is compiled anew.
-    positions, layers = StaticCache(compiled, 3, 64).plan(0, 1)
+    positions, caches = StaticCache(compiled, 3, 64).plan(0, 1)
     with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError):
-        compiled(torch.zeros_like(positions), positions, layers)
+        compiled(torch.zeros_like(positions), positions, caches)
 
 
 @slow
@@ -120,19 +120,19 @@ def test_the_caches_are_written_in_place():
     runner = Runner(model, 192, 4)
     slabs = StaticCache(model, 1, 192).plan(5, 6)
     rows = runner.plan([Row([3, 190], 5, [0]), Row([7, 9], 6, [0])])
-    for (positions, layers), size in ((slabs, "256"), (rows[1:3], "192")):
-        args = (torch.zeros_like(positions), positions, layers, positions[0])
+    for (positions, caches), size in ((slabs, "256"), (rows[1:3], "192")):
+        args = (torch.zeros_like(positions), positions, caches, positions[0])
         (seen,) = show_steps(model, *args)
         x = torch.randn(1, positions.shape[1], 8)
         ((cos, sin),) = model.rope(positions)
         step = torch.compile(run, dynamic=False)
-        before = layers[0].kv.normal_().clone()
+        before = caches[0].kv.normal_().clone()
         with torch.no_grad():
             _, (code,) = run_and_get_code(step, model.layers[0], None, x, cos, sin, *seen.tensors)
         buffers = [line for line in code.splitlines() if "empty_strided" in line]
         assert buffers and not [line for line in buffers if size in line]
         # One slot of each head and row is written.
-        changed = (before != layers[0].kv).any(-1).nonzero().tolist()
+        changed = (before != caches[0].kv).any(-1).nonzero().tolist()
         assert len(changed) == 4 * positions.shape[1], changed
 
 
@@ -146,8 +146,8 @@ def test_what_is_compiled_and_what_is_hidden(monkeypatch, capsys):
         ("meta", 2, "auto", False), ("meta", 1, "int8", True),
     ]:  # fmt: skip
         model = Transformer(TINY).to(device)
-        positions, layers = StaticCache(model, 1, 4, kv_dtype).plan(0, length)
-        (found,) = show_steps(model, torch.zeros_like(positions), positions, layers)
+        positions, caches = StaticCache(model, 1, 4, kv_dtype).plan(0, length)
+        (found,) = show_steps(model, torch.zeros_like(positions), positions, caches)
         assert isinstance(found, Opaque) == is_hidden, (device, length, kv_dtype)
     model = Transformer(TINY)
     twin = copy.deepcopy(model)
@@ -163,8 +163,8 @@ def test_what_is_compiled_and_what_is_hidden(monkeypatch, capsys):
         monkeypatch.setattr(compiling, "max_blocks", lambda _: max_blocks)  # noqa: B023
         runner.forward([Row([0], 0, [1, 2, 3, 4]), Row([2], 0, [5])])  # what the rows find stored
         expected = runner.forward(rows)
-        tokens, positions, layers, select = runner.plan(rows)
-        seen = show_steps(model, tokens, positions, layers, select)
+        tokens, positions, caches, select = runner.plan(rows)
+        seen = show_steps(model, tokens, positions, caches, select)
         assert isinstance(seen[0], Opaque) == is_hidden, (rows, max_blocks)
         torch.testing.assert_close(twin(tokens, positions, seen, select), expected)
     calls, one = [], ["--compile", "--checkpoint", str(DRAFT), "--max-tokens", "1"]

@@ -521,9 +521,9 @@ def test_the_parts(llama):
         model(*args, cache=None)
     cache = StaticCache(load_model(llama.folder), 1, 1000)
     for length in (1, 63, 64, 65, 300, 1000):
-        positions, layers = cache.plan(length - 1, length)
+        positions, caches = cache.plan(length - 1, length)
         assert positions.tolist() == [[length - 1]]
-        assert length <= layers[0].masks[View()].shape[3] < length + 64
+        assert length <= caches[0].masks[View()].shape[3] < length + 64
     with pytest.raises(ValueError, match=r"\b1000\b.*\b1001\b"):
         cache.plan(0, 1001)
     with pytest.raises(ValueError, match="no memory for a cache"):  # nor for its slots

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from around.fast import attending, compiling
-from around.fast.attending import FastLayerCache, fast_layers, groups_of
+from around.fast.attending import FastLayerCache, fast_caches, groups_of
 from around.fast.compiling import step_of
 from kv_cache import StaticCache, from_stored, to_stored
 from model import Config, Masks, Transformer, View, attention
@@ -255,7 +255,7 @@ def runner_of(blocks, size, N=2, K=1, window=None, cap=None):
 
 def shapes(runner, rows):
     """Return for each group: rows, new tokens of each, and blocks."""
-    first, *_ = fast_layers(runner.model, *runner.plan(rows))
+    first, *_ = fast_caches(runner.model, *runner.plan(rows))
     return [(len(each.rows), len(each.ids) // len(each.rows), each.table.shape[1])
             for each in first.rows]  # fmt: skip
 
@@ -316,14 +316,14 @@ def test_paged_attention_equals_its_slow_twin(way, window, monkeypatch):
         if way in ("mixed", "step"):
             near = {"rtol": 1e-5, "atol": 1e-5}  # queries are rounded to float32
         plan = runner.plan(rows)
-        tokens, positions, layers, select = plan
+        tokens, positions, caches, select = plan
         if way in ("fast", "mixed"):
             kind = FastLayerCache if way == "fast" else compiling.MixedLayerCache
-            layers = fast_layers(runner.model, *plan, blocks=kind)
-            assert all(type(layer) is kind for layer in layers)
+            caches = fast_caches(runner.model, *plan, blocks=kind)
+            assert all(type(cache) is kind for cache in caches)
         if way == "step":
-            seen = step_of(runner.model, positions, layers)[1]
-            layers = [None, seen]
+            seen = step_of(runner.model, positions, caches)[1]
+            caches = [None, seen]
         assert tokens.tolist() == [[i for row in rows for i in row.ids]]
         assert positions.tolist() == [[row.start + i for row in rows for i in range(len(row.ids))]]
         assert [tokens[0, i] for i in select] == [row.ids[-1] for row in rows]
@@ -336,7 +336,7 @@ def test_paged_attention_equals_its_slow_twin(way, window, monkeypatch):
         twin = pool.clone()
         expected = slow_paged_attention(q, k, v, twin, rows, runner.model.config)
         with torch.compiler.set_stance("force_eager"):
-            torch.testing.assert_close(layers[1].attend(q, k, v), expected, **near)
+            torch.testing.assert_close(caches[1].attend(q, k, v), expected, **near)
         torch.testing.assert_close(pool, twin, rtol=0, atol=0, equal_nan=True)
 
 

@@ -399,8 +399,8 @@ T = LONG + 200
 def static(model, ids, cuts, kv_dtype):
     cache = StaticCache(model, 1, T, kv_dtype)
     for start, end in itertools.pairwise((0, *cuts, T)):
-        positions, layers = cache.plan(start, end)
-        yield model(torch.tensor([ids[start:end]]), positions, layers)[0]
+        positions, caches = cache.plan(start, end)
+        yield model(torch.tensor([ids[start:end]]), positions, caches)[0]
 
 
 def in_blocks(model, ids, cuts, kv_dtype, order=lambda blocks: blocks):

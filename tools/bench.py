@@ -316,9 +316,9 @@ class Run:
         for part in tokens.split(CHUNK, dim=1):
             B, T = part.shape
             last = torch.arange(T - 1, B * T, T, device=tokens.device)  # each row's last token
-            positions, layers = self.cache.plan(start, start + T)
+            positions, caches = self.cache.plan(start, start + T)
             start += T
-            logits = self.model(part, positions, layers, last)
+            logits = self.model(part, positions, caches, last)
         return logits.argmax(-1, keepdim=True)  # (B, 1)
 
     def generate(self, pause: Callable[[], None] = lambda: None) -> tuple[float, float]:
@@ -618,8 +618,8 @@ def static_step(model: Transformer, B: int, room: int) -> Callable[[int], list[i
     last = torch.arange(B, device=model.device)
 
     def step(at: int) -> list[int]:
-        positions, layers = cache.plan(at, at + 1)
-        return model(tokens, positions, layers, last).argmax(-1).tolist()
+        positions, caches = cache.plan(at, at + 1)
+        return model(tokens, positions, caches, last).argmax(-1).tolist()
 
     return step
 
@@ -736,8 +736,8 @@ def quality(args: Namespace) -> int:
     positions = torch.arange(length, device=plain.device)[None]
 
     def logprobs(model: Transformer, window: Tensor, cache: StaticCache | None = None) -> Tensor:
-        layers = cache and cache.plan(0, length)[1]
-        return model(window[None], positions, layers)[0].float().log_softmax(-1)  # (T, V)
+        caches = cache and cache.plan(0, length)[1]
+        return model(window[None], positions, caches)[0].float().log_softmax(-1)  # (T, V)
 
     group, rows, base = f"group {args.group_size}", Rows(), None
     forms = {args.dtype: "", "int8": "int8", "int8 KV cache": ""}

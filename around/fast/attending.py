@@ -1,9 +1,9 @@
 """How the caches attend fast: what StaticLayerCache and PagedLayerCache compute, sooner.
 
-attend_fast adds a hook to a model, which replaces the layers of a cache before each forward. So the
-caches do not know of this file, and without it the tokens are the same, but for rounding. What
+attend_fast adds a hook to a model, which replaces the layers' caches before each forward. So they
+do not know of this file, and without it the tokens are the same, but for rounding. What
 replaces a class of the root overrides how it attends, and stores as it does. Attention itself is
-model.attention, whatever the path, so a change there holds for all of them. Read: fast_layers,
+model.attention, whatever the path, so a change there holds for all of them. Read: fast_caches,
 groups_of, Group, FastLayerCache, attend_to_prompt. What a compiled step does (StepLayerCache,
 attend_to_blocks) can wait.
 """
@@ -29,56 +29,56 @@ PROMPT = 16
 
 def attend_fast(model: Transformer) -> None:
     """Let a model attend fast, with either cache."""
-    replace_layers(model, partial(fast_layers, model))
+    replace_caches(model, partial(fast_caches, model))
 
 
-def replace_layers(model: Transformer, change: Callable[..., list]) -> None:
-    """Before each forward with a cache, replace the cache's layers by what `change` makes of the
-    arguments of Transformer.forward."""
+def replace_caches(model: Transformer, change: Callable[..., list]) -> None:
+    """Before each forward with caches, replace these by what `change` makes of the arguments of
+    Transformer.forward."""
 
     def hook(model: Any, args: tuple) -> tuple:
-        if not any(args[2:3]):  # there is no cache; see model.NoCache
+        if not any(args[2:3]):  # there are no caches; see model.NoCache
             return args
         return *args[:2], change(*args), *args[3:]
 
     model.register_forward_pre_hook(hook)
 
 
-def fast_layers(
+def fast_caches(
     model: Transformer,
     tokens: Tensor,
     positions: Tensor,
-    layers: list,
+    caches: list,
     *select: Tensor,
     blocks: Any = None,
 ) -> list:
-    """Return the layers of a cache as they attend fast, where that pays.
+    """Return the layers' caches as they attend fast, where that pays.
 
     Args:
         blocks: what replaces PagedLayerCache; None: FastLayerCache.
     """
     if tokens.is_cpu and tokens.shape[1] >= PROMPT:
-        layers = in_blocks(model, positions, layers)
-    if type(layers[0]) is not PagedLayerCache:
-        return layers
+        caches = in_blocks(model, positions, caches)
+    if type(caches[0]) is not PagedLayerCache:
+        return caches
     groups = {
-        view: [*groups_of(layer)] for view, layer in {layer.view: layer for layer in layers}.items()
+        view: [*groups_of(cache)] for view, cache in {cache.view: cache for cache in caches}.items()
     }
     return [
-        (blocks or FastLayerCache)(**vars(layer) | {"rows": groups[layer.view]}) for layer in layers
+        (blocks or FastLayerCache)(**vars(cache) | {"rows": groups[cache.view]}) for cache in caches
     ]
 
 
-def in_blocks(model: Transformer, positions: Tensor, layers: list) -> list:
+def in_blocks(model: Transformer, positions: Tensor, caches: list) -> list:
     """Return the layers of a static cache of one sequence as those of a paged one: a slab is blocks
-    of BUCKET slots, side by side. Other layers are returned as they are."""
-    if type(layers[0]) is not StaticLayerCache or len(positions) > 1:
-        return layers
+    of BUCKET slots, side by side. Others are returned as they are."""
+    if type(caches[0]) is not StaticLayerCache or len(positions) > 1:
+        return caches
     places = positions[0].tolist()  # they stand for the ids, of which only the number is read
     row = Row([*range(places[-1] // BUCKET + 1)], places[0], places)
     return [
         PagedLayerCache(each.kv[0].unflatten(1, (-1, BUCKET)), each.slots, [row], model, each.view)
-        for each in layers
+        for each in caches
     ]
 
 
@@ -96,9 +96,9 @@ def max_blocks(kv: Tensor) -> int:
     return MAX_COPY * (1 if kv.is_cpu else 16) // kv[:, 0].nbytes
 
 
-def groups_of(layer: PagedLayerCache) -> Iterator["Group"]:
-    """Split a layer's rows into groups, which serve all layers that have its view. Attention runs
-    once for each, as one batch.
+def groups_of(cache: PagedLayerCache) -> Iterator["Group"]:
+    """Split the rows of a layer's cache into groups, which serve all layers that have its view.
+    Attention runs once for each, as one batch.
 
     A group is a run of rows with equally many new tokens, and no more blocks than max_blocks says,
     unless it is a single row. Each row is padded to as many blocks as the longest one has. Padding
@@ -110,16 +110,16 @@ def groups_of(layer: PagedLayerCache) -> Iterator["Group"]:
     """
     group: list[Row] = []
     width = 0
-    for row in layer.rows:
-        num_blocks = len(row.seen(layer.view, layer.kv.shape[2]))
+    for row in cache.rows:
+        num_blocks = len(row.seen(cache.view, cache.kv.shape[2]))
         width = max(width, num_blocks)
-        fits = (len(group) + 1) * width <= max_blocks(layer.kv)
+        fits = (len(group) + 1) * width <= max_blocks(cache.kv)
         if group and not (fits and len(row.ids) == len(group[0].ids)):
-            yield Group(group, layer)
+            yield Group(group, cache)
             group = []
             width = num_blocks
         group.append(row)
-    yield Group(group, layer)
+    yield Group(group, cache)
 
 
 class Group:
@@ -132,30 +132,30 @@ class Group:
         starts: the positions at which the rows' first blocks begin.
     """
 
-    def __init__(self, rows: list[Row], layer: PagedLayerCache) -> None:
+    def __init__(self, rows: list[Row], cache: PagedLayerCache) -> None:
         self.rows = rows
-        self.layer = layer
+        self.cache = cache
         self.ids = rows[0].ids * len(rows)
-        self.tensor = partial(torch.tensor, device=layer.kv.device)
-        size = layer.kv.shape[2]
-        spans = [row.seen(layer.view, size) for row in rows]
+        self.tensor = partial(torch.tensor, device=cache.kv.device)
+        size = cache.kv.shape[2]
+        spans = [row.seen(cache.view, size) for row in rows]
         self.starts = [span.start * size for span in spans]
         seen = [row.blocks[span.start : span.stop] for row, span in zip(rows, spans)]
         # For the compiler. It takes a size of 1 as a case of its own. And it would compile again
         # where widths under two views become equal, or different, so they are never equal: even
         # without a window, and odd with one.
         width = max(2, *map(len, seen))
-        width += (width + (layer.view.window is not None)) % 2
+        width += (width + (cache.view.window is not None)) % 2
         self.table = self.tensor([each + each[:1] * (width - len(each)) for each in seen])
 
     @cached_property
     def mask(self) -> Tensor:
         """What the rows see of their blocks' positions; see Masks."""
-        model = self.layer.model
-        places = range(self.table.shape[1] * self.layer.kv.shape[2])
+        model = self.cache.model
+        places = range(self.table.shape[1] * self.cache.kv.shape[2])
         q_pos = self.tensor([row.positions for row in self.rows])  # (B, T)
         k_pos = self.tensor(self.starts)[:, None] + self.tensor(places)  # (B, S)
-        return Masks(model.config, q_pos, k_pos, model.dtype)[self.layer.view]
+        return Masks(model.config, q_pos, k_pos, model.dtype)[self.cache.view]
 
 
 class FastLayerCache(PagedLayerCache):

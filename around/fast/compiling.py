@@ -6,12 +6,12 @@ step to step, such as how a prompt attends, is hidden from the compiler:
 
     show_steps      a hook, not compiled: each layer's cache becomes what the compiler sees
                         a step       StepLayerCache   kv, slots, table, mask
-                        any other    Opaque           a number, which stands for layer.attend
+                        any other    Opaque           a number, which stands for cache.attend
     forward         compiled: Transformer.forward, in which each layer is a
       Region.forward    and calls
         run             one piece of code for all layers, whose Attention calls one of
           StepLayerCache.attend    loops over the blocks, a part of that code
-          Opaque.attend            the operator `opaque`, which calls layer.attend, not compiled
+          Opaque.attend            the operator `opaque`, which calls cache.attend, not compiled
                     and whose Linears, packed, call `opaque` too, for oneDNN's product
 
 On CUDA each layer is compiled by itself, and decoding with a static cache is recorded and replayed,
@@ -40,10 +40,10 @@ from .attending import (
     Group,
     StepLayerCache,
     attend_to_blocks,
-    fast_layers,
+    fast_caches,
     in_blocks,
     max_blocks,
-    replace_layers,
+    replace_caches,
 )
 from .packed import Int4Linear, compile_once, dequantize, number_of, pack_linears
 
@@ -70,7 +70,7 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
             mlp: Any = layer.mlp
             mlp.mix = Opaque(mlp.mix).attend
     # This runs before each forward, and outside the compiled code.
-    replace_layers(model, partial(show_steps, model))
+    replace_caches(model, partial(show_steps, model))
     # These three switches are the process's: they hold for all that it compiles from here on.
     # The default, 8 graphs for one piece of code, is too few for several models.
     torch._dynamo.config.recompile_limit = 64
@@ -98,8 +98,8 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
         else:
             cache = StaticCache(model, batch_size, CHUNK, kv_dtype)
             for T in progress([1, CHUNK], "compiling"):
-                positions, layers = cache.plan(0, T)
-                model(torch.zeros_like(positions), positions, layers, positions[0, :1])
+                positions, caches = cache.plan(0, T)
+                model(torch.zeros_like(positions), positions, caches, positions[0, :1])
 
 
 def compile_for_cpu(model: Transformer) -> None:
@@ -157,9 +157,9 @@ def run(
 
 
 def show_steps(
-    model: Transformer, tokens: Tensor, positions: Tensor, layers: list, *select: Tensor
+    model: Transformer, tokens: Tensor, positions: Tensor, caches: list, *select: Tensor
 ) -> list:
-    """Return what the compiler sees of a cache's layers, so that one piece of code serves all
+    """Return what the compiler sees of the layers' caches, so that one piece of code serves all
     forwards of a kind.
 
     How a prompt attends depends on its place in the text, and how many groups attend differs from
@@ -169,27 +169,27 @@ def show_steps(
     - on a GPU, all forwards with a static cache, but not an int8 cache, because the compiler fails
       to take a scale apart into bytes; then steps are not replayed either.
     """
-    first = layers[0]
+    first = caches[0]
     if not tokens.is_cpu and isinstance(first, StaticLayerCache) and first.kv.dtype != torch.int8:
-        masks: Any = {layer.view: first.masks[layer.view] for layer in layers}
-        return [replace(layer, masks=masks) for layer in layers]
+        masks: Any = {cache.view: first.masks[cache.view] for cache in caches}
+        return [replace(cache, masks=masks) for cache in caches]
     mark_dynamic(tokens, 1)
     mark_dynamic(positions, 1)
     if type(first) is PagedLayerCache:  # any number of tokens may need logits, one included
         torch._dynamo.decorators.mark_unbacked(select[0], 0)
-    steps: Any = tokens.is_cpu and step_of(model, positions, layers)
+    steps: Any = tokens.is_cpu and step_of(model, positions, caches)
     if steps:
         return steps
-    layers = fast_layers(model, tokens, positions, layers, blocks=MixedLayerCache)
-    return [Opaque(layer.attend) for layer in layers]
+    caches = fast_caches(model, tokens, positions, caches, blocks=MixedLayerCache)
+    return [Opaque(cache.attend) for cache in caches]
 
 
-def step_of(model: Transformer, positions: Tensor, layers: list) -> list[StepLayerCache] | None:
+def step_of(model: Transformer, positions: Tensor, caches: list) -> list[StepLayerCache] | None:
     """Plan a step, for `run`. None: the forward is no step that can be one group, or the cache is
     one that this file does not know."""
     if positions.shape[1] == 1:
-        layers = in_blocks(model, positions, layers)
-    first = layers[0]
+        caches = in_blocks(model, positions, caches)
+    first = caches[0]
     if type(first) is not PagedLayerCache or positions.shape[1] > len(first.rows):
         return None
     # If some rows are much longer than others, the padding would take longer than several calls.
@@ -198,12 +198,12 @@ def step_of(model: Transformer, positions: Tensor, layers: list) -> list[StepLay
         return None
     slots = mark_dynamic(first.slots, 0)
     plans = {
-        view: plan_for_loops(Group(layer.rows, layer))
-        for view, layer in {layer.view: layer for layer in layers}.items()
+        view: plan_for_loops(Group(cache.rows, cache))
+        for view, cache in {cache.view: cache for cache in caches}.items()
     }
     return [
-        StepLayerCache(layer.view.cap, mark_dynamic(layer.kv, 1, 2), slots, *plans[layer.view])
-        for layer in layers
+        StepLayerCache(cache.view.cap, mark_dynamic(cache.kv, 1, 2), slots, *plans[cache.view])
+        for cache in caches
     ]
 
 
@@ -224,7 +224,7 @@ def plan_for_loops(group: Group) -> tuple[Tensor, Tensor]:
     """Return a group's table and mask as attend_to_blocks takes them, with sizes that change from
     step to step."""
     # The compiler cannot yet give a region a size that is a product, such as W * block size.
-    mask = group.mask.unflatten(3, (-1, group.layer.kv.shape[2]))
+    mask = group.mask.unflatten(3, (-1, group.cache.kv.shape[2]))
     return mark_dynamic(group.table, 0, 1), mark_dynamic(mask, 0, 3, 4)
 
 
@@ -266,21 +266,21 @@ class Replayed:
 
     @torch.no_grad()
     def __call__(
-        self, tokens: Tensor, positions: Tensor, layers: list | None = None, *select: Tensor
+        self, tokens: Tensor, positions: Tensor, caches: list | None = None, *select: Tensor
     ) -> Tensor:
         """Do what Transformer.forward does, without gradients. `select` is one tensor, or is left
         out."""
-        if not layers or not isinstance(layers[0], StaticLayerCache) or tokens.shape[1] > 1:
-            return self.forward(tokens, positions, layers, *select)
-        graphs = self.graphs.setdefault(layers[0].kv, {})
-        reads = self.reads(tokens, positions, layers, *select)
+        if not caches or not isinstance(caches[0], StaticLayerCache) or tokens.shape[1] > 1:
+            return self.forward(tokens, positions, caches, *select)
+        graphs = self.graphs.setdefault(caches[0].kv, {})
+        reads = self.reads(tokens, positions, caches, *select)
         sizes = tuple(tensor.shape for tensor in reads)
         if sizes not in graphs:
             graphs.clear()  # a text only grows, and each graph keeps memory of its own
             # A graph keeps the tensors that it reads, and later steps are copied over them.
-            # StaticCache.plan makes positions and layers for one forward. The caller may still use
+            # StaticCache.plan makes positions and caches for one forward. The caller may still use
             # tokens and select, so these are cloned.
-            args: Any = (tokens.clone(), positions, layers, *(each.clone() for each in select))
+            args: Any = (tokens.clone(), positions, caches, *(each.clone() for each in select))
             self.forward(*args)  # what only the first run does must not be recorded
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -292,13 +292,13 @@ class Replayed:
         graph.replay()
         return logits.clone()
 
-    def reads(self, tokens: Tensor, positions: Tensor, layers: list, *select: Tensor) -> list:
+    def reads(self, tokens: Tensor, positions: Tensor, caches: list, *select: Tensor) -> list:
         """Return the tensors that a step reads and that change from step to step. Positions are
         left out, as they are a view of the slots. Layers share most masks, so each is listed
         once."""
         return [
             tokens,
             *select,
-            layers[0].slots,
-            *dict.fromkeys(layer.masks[layer.view] for layer in layers),
+            caches[0].slots,
+            *dict.fromkeys(cache.masks[cache.view] for cache in caches),
         ]

@@ -29,8 +29,8 @@ def run(cache: Any, sizes: list[int], model: Transformer = MODEL, text: list[int
     logits, at = [], 0
     for size in sizes:
         chunk = text[at : at + size]
-        positions, layers = cache.plan(at, at + len(chunk))
-        logits.append(model(torch.tensor([chunk]), positions, layers)[0])
+        positions, caches = cache.plan(at, at + len(chunk))
+        logits.append(model(torch.tensor([chunk]), positions, caches)[0])
         at += size
     assert at >= len(text)
     return torch.cat(logits)

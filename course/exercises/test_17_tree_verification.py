@@ -37,8 +37,8 @@ def path_to(parents: list[int], node: int) -> list[int]:
 
 def run(model: Transformer, slabs: StaticCache, ids: list[int]) -> None:
     """Run a whole text, which fills the cache."""
-    positions, layers = slabs.plan(0, len(ids))
-    model(torch.tensor([ids]), positions, layers)
+    positions, caches = slabs.plan(0, len(ids))
+    model(torch.tensor([ids]), positions, caches)
 
 
 # --- One forward ----------------------------------------------------------------------------------
@@ -50,12 +50,12 @@ def test_positions_and_mask_by_hand() -> None:
     model = tiny_model(num_attention_heads=2, num_key_value_heads=1, windows=(None, 2))
     slabs = StaticCache(model, 1, 40)
     guesses = tree([3, 4, 5, 6, 7], [-1, 0, 0, 1, 2])  # the, cat, dog, sat, ran
-    positions, layers = plan(slabs, 2, guesses)
+    positions, caches = plan(slabs, 2, guesses)
     assert positions.tolist() == [[2, 3, 3, 4, 4]], "a node's position is its parent's plus one"
     whole = ["11 1....", "11 11...", "11 1.1..", "11 11.1.", "11 1.1.1"]
     near = [".1 1....", ".. 11...", ".. 1.1..", ".. .1.1.", ".. ..1.1"]
-    for layer, wanted in zip(layers, (whole, near)):
-        seen = (layer.masks[layer.view] == 0).int()[0, 0].tolist()
+    for cache, wanted in zip(caches, (whole, near)):
+        seen = (cache.masks[cache.view] == 0).int()[0, 0].tolist()
         lines = ["".join(".1"[bit] for bit in line) for line in seen]
         wrong = "the mask has the rows of one query head, then those of the next: see Masks"
         assert len(lines) == 10, wrong
@@ -74,8 +74,8 @@ def test_each_node_has_the_logits_of_its_own_text(model: Transformer, parents: l
     slabs, start = StaticCache(model, 1, 60), 11
     run(model, slabs, TEXT[:start])
     ids = TEXT[start : start + len(parents)]
-    positions, layers = plan(slabs, start, tree(ids, parents))
-    got = model(torch.tensor([ids]), positions, layers)[0]
+    positions, caches = plan(slabs, start, tree(ids, parents))
+    got = model(torch.tensor([ids]), positions, caches)[0]
     for node in range(len(parents)):
         text = TEXT[:start] + [ids[i] for i in path_to(parents, node)]
         wrong = f"node {node} of {parents} sees the wrong tokens"

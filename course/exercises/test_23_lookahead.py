@@ -93,7 +93,7 @@ PARENTS = [-1, 0, 1, 0, 1, 2, 0, 6, 0, 8]
 def test_positions_and_mask_by_hand() -> None:
     plan = needs("lookahead", "plan", TODO)
     model = tiny_model(num_attention_heads=2, num_key_value_heads=1, windows=(None, 2))
-    positions, layers = plan(StaticCache(model, 1, 40), 2, PARENTS)
+    positions, caches = plan(StaticCache(model, 1, 40), 2, PARENTS)
     assert positions.tolist() == [[2, 3, 4, 3, 4, 5, 3, 4, 3, 4]], (
         "a token's position is its parent's, plus one: only then is its n-gram one piece of text"
     )
@@ -103,9 +103,9 @@ def test_positions_and_mask_by_hand() -> None:
     near = """
         .1 1.........   .. 11........   .. .11.......   .. 1..1......   .. .1..1.....
         .. ..1..1....   .. 1.....1...   .. ......11..   .. 1.......1.   .. ........11"""
-    for layer, picture in zip(layers, (whole, near)):
+    for cache, picture in zip(caches, (whole, near)):
         wanted = ["".join(pair) for pair in zip(picture.split()[::2], picture.split()[1::2])]
-        seen = (layer.masks[layer.view] == 0).int()[0, 0].tolist()
+        seen = (cache.masks[cache.view] == 0).int()[0, 0].tolist()
         lines = ["".join(".1"[bit] for bit in line) for line in seen]
         assert len(lines) == 20, "the rows of one query head, then those of the next: see Masks"
         assert all("1" not in line[12:] for line in lines), "a slot after the last token is seen"

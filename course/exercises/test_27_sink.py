@@ -61,8 +61,8 @@ class Written(LayerCache):
 def twin(kv_heads: int, text: int) -> Tensor:
     """Return the logits after each token of a text, (T, V)."""
     model, ids = model_of(kv_heads), torch.tensor([TEXTS[text]])
-    layers = [Written(view.window) for view in model.config.views]
-    return model(ids, torch.arange(ids.shape[1])[None], layers)[0]
+    caches = [Written(view.window) for view in model.config.views]
+    return model(ids, torch.arange(ids.shape[1])[None], caches)[0]
 
 
 def chunks(ids: list[int]) -> list[tuple[int, list[int]]]:
