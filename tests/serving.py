@@ -38,6 +38,23 @@ from tools.books import audit
 
 os.environ["NO_PROXY"] = "127.0.0.1"  # openai's client would ask a proxy of the environment
 TOKENIZER = Tokenizer(SHAKESPEARE)
+
+
+def think_by(monkeypatch: Any, tokenizer: Tokenizer, begin: str, end: str) -> Any:
+    """Let two tokens of the bundled tokenizer be the marks of a thought. Return a function from a
+    text to its ids: one for each mark, and one for each other byte."""
+    marks = {5: begin.encode(), 6: end.encode()}
+    encode, bytes_of = tokenizer.encode, tokenizer.bytes_of
+
+    def encode_marks(text: str, *args: Any, **options: Any) -> list[int]:
+        return [*marks] if text == begin + end else encode(text, *args, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", encode_marks)
+    monkeypatch.setattr(tokenizer, "bytes_of", lambda i: marks.get(i) or bytes_of(i))
+    # The token 3 + b is the byte b.
+    return lambda text: [3 + b for b in text.replace(begin, "\2").replace(end, "\3").encode()]
+
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT, HI = "ROMEO:\nWhat", [{"role": "user", "content": "hi"}]
 LONG = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True}  # seconds of work

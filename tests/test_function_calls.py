@@ -2,16 +2,14 @@
 
 import itertools
 import json
-import re
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jsonschema
 import pytest
 from conftest import SHAKESPEARE
-from serving import CHAT, HI, Local, local, shared  # noqa: F401 (fixtures)
+from serving import CHAT, HI, Local, local, shared, think_by  # noqa: F401 (fixtures)
 
 from around.api.answers import Choice, mark_thoughts
 from around.api.function_calls import FORMS, Reader, Tools, form_in, restrict, tools_of
@@ -19,6 +17,7 @@ from around.folder.config import load_config
 from around.folder.tokenizer import Tokenizer
 from around.settings import SamplingParams
 from around.structured import make_matcher, structure
+from sampling import Sequence, Token
 
 TOKENIZER = Tokenizer(SHAKESPEARE)
 CONFIG = load_config(SHAKESPEARE)
@@ -157,27 +156,23 @@ def test_a_thought_is_no_call(monkeypatch):
     """Read replies that think first, whole and in pieces, and check what is thought, said and
     called. Catches: a call that was only considered and was made; a thought that the template had
     begun, or one in Mistral's marks, taken for the answer."""
-    encode = TOKENIZER.encode
     for before, made, thought, text, calls in THINKS:
-        marks = "<think></think>" if "<think>" in before + made else "[THINK][/THINK]"
-        one = lambda text, *special, **more: (  # noqa: E731
-            [5, 6] if text == marks else encode(text, *special, **more)  # noqa: B023
-        )
-        monkeypatch.setattr(TOKENIZER, "encode", one)
-        seq: Any = SimpleNamespace(
-            params=SamplingParams(), ids=encode(before), tokens=[], stream=one
-        )
-        found = mark_thoughts(TOKENIZER, [seq], {"continue_final_message": False})
-        words = re.findall(r"</?think>|\[/?THINK\]|.|\n", made)
-        for parts in ([made], words):
-            reader = Reader(Tools(FORMS["hermes"], SCHEMAS, True))
-            choice = Choice(0, seq, "message", TOKENIZER, found, False, reader)
-            got = {"reasoning_content": "", "content": ""}
-            for so_far in itertools.accumulate(parts):
-                seq.text, seq.finish_reason = so_far, "stop" if so_far == made else None
-                message = (choice.take_new() or {"message": {}})["message"]
-                got = {key: old + (message.get(key) or "") for key, old in got.items()}
-            assert [*got.values()] == [thought, text] and len(reader.calls) == calls, made
+        marks = "<think> </think>" if "<think>" in before + made else "[THINK] [/THINK]"
+        with monkeypatch.context() as patch:
+            ids = think_by(patch, TOKENIZER, *marks.split())(made)
+            for at_once in (True, False):
+                params = SamplingParams(max_tokens=len(ids))
+                seq: Any = Sequence(TOKENIZER.encode("Hi" + before), params, CONFIG, TOKENIZER)
+                mark_thoughts(TOKENIZER, [seq], {"continue_final_message": False})
+                reader = Reader(Tools(FORMS["hermes"], SCHEMAS, True))
+                choice = Choice(0, seq, "message", TOKENIZER, False, reader)
+                got = {"reasoning_content": "", "content": ""}
+                for i in ids:
+                    seq.append(Token(i))
+                    if seq.finish_reason or not at_once:
+                        message = (choice.take_new() or {"message": {}})["message"]
+                        got = {key: old + (message.get(key) or "") for key, old in got.items()}
+                assert [*got.values()] == [thought, text] and len(reader.calls) == calls, made
 
 
 def test_the_form_follows_from_the_template():

@@ -15,8 +15,9 @@ from selenium.webdriver import Chrome, ChromeOptions, ChromeService, Keys
 from selenium.webdriver.common.by import By
 from serving import ABORTED, CHAT, COMPLETIONS, Broken, Local, until
 
-from around.api import answers
+from around.api.answers import Problem
 from around.api.front import Handler
+from around.folder import TextStream
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 os.environ["SE_OFFLINE"] = "true"  # nothing may be downloaded
@@ -223,7 +224,7 @@ def test_conversation(page, local, slow, monkeypatch):
         page.set(max_tokens=300)  # fits beside the 600
         say("More.", event="#new")
         assert not page.all(".reply")
-        m.setattr(answers, "split_thought", lambda text, *_: (BOLD, BOLD + text))
+        m.setattr(TextStream, "thought", BOLD, raising=False)
         page.set(max_tokens=5, system="")
         first = say("Why?")
         say("And?")
@@ -308,7 +309,7 @@ def test_errors(page, local, monkeypatch):
     assert page.replies()[0]
 
     def away(*_: object) -> None:
-        raise answers.Problem(503, "away")
+        raise Problem(503, "away")
 
     monkeypatch.setattr(Handler, "route", away)
     until(lambda: "away" in page.text("#state"))

@@ -573,8 +573,8 @@ def test_ends():
 def test_stop_strings():
     """Feed texts that end within, at or after a stop string. Catches: a text that could have become
     a stop string, lost when the sequence ends; what the detokenizer held back to the last, shown
-    although it completes a stop string; a special token's text, which never matched; a thought
-    that ends at a stop string."""
+    although it completes a stop string; a special token's text, which never matched; a thought, or
+    a mark, that ends at a stop string."""
     for end, shown, reason in (
         ([2], "xa", "stop"), ([7], "xa", "stop"), (b"b", "xab", "length"), ([], "xa", "interrupted")
     ):  # fmt: skip
@@ -585,16 +585,19 @@ def test_stop_strings():
         assert (sequence.text, sequence.finish_reason) == (shown, reason)
     # "<" begins a thought, and ">" ends it. "b" ends an answer, and no thought; nor does a stop
     # string that begins in a mark. A mark within an answer is text.
-    for marks, ids, stop, shown in (
-        ("<>", b" <Ab>a<b", "b", " <Ab>a<"), ("<>", b" A<b", "b", " A<"), ("", b"<b>", "b", "<"),
-        (">", b"Ab<b>a<b", "b", "Ab<b>a<"), (">", b"Ab>a>a", ">a", "Ab>a"),
-        ("<>", b"<Ab>>a", ">a", "<Ab>"), ("<>", b"a>b", "b", "a>"), ("<>", b">b>", "b", ">"),
-        ("<>", b"<Ab>a<b", "<", "<Ab>a"),
+    for marks, ids, stop, thought, shown in (
+        ("<>", b" <Ab>a<b", "b", "Ab", "a<"), ("<>", b" A<b", "b", "", " A<"),
+        ("", b"<b>", "b", "", "<"), (">", b"Ab<b>a<b", "b", "Ab<b", "a<"),
+        (">", b"Ab>a>a", ">a", "Ab", "a"), ("<>", b"<Ab>>a", ">a", "Ab", ""),
+        ("<>", b"a>b", "b", "", "a>"), ("<>", b">b>", "b", "", ">"),
+        ("<>", b"<Ab>a<b", "<", "Ab", "a"), ("<>", b"<b>  a b", " ", "b", "  a"),
+        ("<>", b"  a b", " ", "", "  a"), ("", b"  a b", " ", "", ""),
     ):  # fmt: skip
         sequence = start([1], ASCII, stop=stop, max_tokens=12)
         sequence.stream.marks = [*marks.encode()]
         feed(sequence, ids)
-        assert (sequence.text, sequence.finish_reason) == (shown, "stop"), (marks, ids)
+        assert (sequence.stream.thought, sequence.text) == (thought, shown), (marks, ids)
+        assert sequence.finish_reason == "stop"
     for end in ([2], [], [120]):
         sequence = feed(start([65], Bytes(), stop="x\ufffd", max_tokens=4), [*b"ax\xc3", *end])
         sequence.finish("interrupted")

@@ -50,6 +50,7 @@ from serving import (
     parse,
     read,
     receive,
+    think_by,
     until,
 )
 
@@ -222,12 +223,15 @@ def test_lengths(local, monkeypatch):
             assert f"{length[0]} of them" in message, body
 
 
-def test_what_else_a_client_sees(local, capfd):
+def test_what_else_a_client_sees(local, capfd, monkeypatch):
     """List the models, run the examples of docs/serving.md, and stream to 64 clients at once.
     Catches: a model that cannot be found; a header missing from docs/serving.md; streams of several
     clients that got each other's text, as the sixty-fifth file descriptor was one too many."""
     (listed,) = local.client.models.list().data
-    assert local.client.models.retrieve(listed.id) == listed
+    for name in ("shakespeare", "an org/モデル"):
+        monkeypatch.setattr(local.server.api, "name", name)
+        assert local.client.models.retrieve(name) == listed
+    monkeypatch.undo()
     local.get("/v1/models/other").fails(404)
     assert (listed.id, listed.object, listed.owned_by) == ("shakespeare", "model", "kilolm")
     assert abs(listed.created - time.time()) < 600 and listed.max_model_len == 1024
@@ -268,8 +272,9 @@ def test_openais_errors(local, monkeypatch):
 def test_chunks(local):
     """Read the chunks of streams, also while tokens come, and of tokens that are bytes. Catches: a
     usage that nobody asked for; a token that came between the reading of the others and the count
-    of them, and was never sent; bytes that are no characters, all under one entry."""
-    for options in ({}, {"include_usage": None}, {"new": 1}):
+    of them, and was never sent; a thought that came in between, and was sent behind its answer;
+    bytes that are no characters, all under one entry."""
+    for options in ({}, {"include_usage": None, "continuous_usage_stats": None}, {"new": 1}):
         body = SHORT | {"stream": True, "stream_options": options}
         *chunks, done = local.post(COMPLETIONS, body).events
         assert done == "[DONE]" and not any("usage" in chunk for chunk in chunks)
@@ -283,13 +288,23 @@ def test_chunks(local):
                 self.append(sampling.Token(len(self), -1.0, (), f"{len(self)} "))
             return part
 
-    tokens, params = Growing([sampling.Token(0, -1.0, (), "0 ")]), SamplingParams(logprobs=0)
-    seq = SimpleNamespace(params=params, tokens=tokens, text="", finish_reason=None)
-    marks = ("", "<think>", "</think>")
-    choice = Choice(0, seq, "text", TOKENIZER, marks, False, Reader(NO_TOOLS))
-    parts = [choice.take_new() for _ in range(12)]
-    found = [text for part in parts if part for text in part["logprobs"]["tokens"]]
+    class Thinking:
+        """A sequence whose thought, and then its text, have come when either has been read."""
+
+        params, finish_reason = SamplingParams(logprobs=0), None
+        tokens = Growing([sampling.Token(0, -1.0, (), "0 ")])
+        reads = itertools.count()
+        stream = property(lambda self: SimpleNamespace(thought="Hm" * (next(self.reads) > 0)))
+        text = property(lambda self: "Yes" * (next(self.reads) > 0))
+
+    choice = Choice(0, Thinking(), "delta", TOKENIZER, False, Reader(NO_TOOLS))
+    parts = [part for part in (choice.take_new() for _ in range(12)) if part]
+    found = [each["token"] for part in parts for each in part["logprobs"]["content"]]
     assert found == [f"{i} " for i in range(9)]
+    deltas = [part["delta"] for part in parts]
+    assert [delta.get("reasoning_content", "") for delta in deltas[:2]] == ["Hm", ""]
+    assert [delta["content"] for delta in deltas[:2]] == ["", "Yes"]
+    choice.key = "text"
     # The ids from 3 on are bytes. Those that are no characters were one entry, \ufffd.
     token = sampling.Token(
         3 + 0xE3, -1.0, ((3 + 0xE3, -1.0), (3 + 0x81, -2.0), (3 + 0x82, -3.0)), ""
@@ -359,20 +374,23 @@ THOUGHTS = [  # before the reply, the reply, what of it was thought, what is sai
     ("<think>\n", "Hm < 5</think>Yes.", "Hm < 5", "Yes."), ("<think>\n", "Hm ...", "Hm ...", ""),
     ("<think>\n\n</think>\n\n", "Yes.", "", "Yes."),
     ("", "  Yes <think>no</think>", "", "  Yes <think>no</think>"),
-    ("", "\n<think>Hm</think>Yes", "Hm", "Yes"),
+    ("", "\n<think>Hm</think>Yes", "Hm", "Yes"), ("", " ", "", " "),
+    # What follows are stop strings. White space behind a thought is none, nor is a mark or its end.
+    ("<think>", "\nHm.\n</think>\n\nYes.\nNo.", "\nHm.\n", "\n\nYes.", "\n", "\n\n"),
+    ("", "<think>No.</think>Yes. No.", "No.", "Yes. ", "No", "think", ">Y"),
+    ("", "Yes <think>no</think>No.", "", "Yes <think>no", "</think>"),
+    ("", "\n\nYes.\nNo.", "", "\n\nYes.", "\n"),
 ]  # fmt: skip
 
 
 def test_thoughts(local, monkeypatch):
     """Chat with models that think, and check what is thought and what is said. Catches: an answer
     that contained its thought; structured output taken for a thought, because the template had
-    begun one; a plain model's answer with "<think>" in it taken for one."""
-    tokenizer, think = local.engine.tokenizer, [5, 6]  # as models that think have them
-    encode, fields = tokenizer.encode, {"messages": HI, "ignore_eos": True, "n": 2}
-    one = lambda text, *args, **more: (  # noqa: E731
-        think if text == "<think></think>" else encode(text, *args, **more)
-    )
-    monkeypatch.setattr(tokenizer, "encode", one)
+    begun one; a plain model's answer with "<think>" in it taken for one; a stop string lost behind
+    a thought, or found within one."""
+    tokenizer, fields = local.engine.tokenizer, {"messages": HI, "ignore_eos": True, "n": 2}
+    plain = local.server.api.prepare(fields, True)  # without tokens for the marks
+    ids_of = think_by(monkeypatch, tokenizer, "<think>", "</think>")
     monkeypatch.setattr(tokenizer, "chat_stop", ())
 
     def messages(key="message", **more):
@@ -389,19 +407,18 @@ def test_thoughts(local, monkeypatch):
         chat = [{"role": "user", "content": "<think>"}, {"role": "assistant", "content": text}]
         body = {"messages": chat, "continue_final_message": True}
         completion = local.server.api.prepare(body, True)
-        for choice in completion.choices:
-            assert choice.marks[0] == ("<think>" if thinks else "")
-            assert choice.seq.stream.marks == [5, 6][thinks:], text
-    for before, made, thought, said in THOUGHTS:
+        assert all(c.seq.stream.marks == [5, 6][thinks:] for c in completion.choices), text
+    for before, made, thought, said, *more in THOUGHTS:
+        more = {"stop": more}
         # What follows keeps the line break at its end.
         template = "{{ messages[0].content }}" + before + "{{ '' }}"
         monkeypatch.setattr(tokenizer, "template", template)
-        words = re.findall("</?think>|.", made, re.DOTALL)
-        fields["max_tokens"] = len(words)
+        ids = ids_of(made)
+        fields["max_tokens"] = len(ids)
+        reply = lambda _, seqs, ids=ids: [[sampling.Token(ids[len(seq.tokens)])] for seq in seqs]  # noqa: E731
         with monkeypatch.context() as patch:
-            text = property(lambda self, words=words: "".join(words[: len(self.tokens)]))
-            patch.setattr(sampling.Sequence, "text", text)
-            for parts in (messages(), messages("delta", stream=True)):
+            patch.setattr(local.engine.proposer, "verify", reply)
+            for parts in (messages(**more), messages("delta", stream=True, **more)):
                 found = ["".join(part.get(name, "") for part in parts)
                          for name in ("reasoning_content", "content", "role")]  # fmt: skip
                 assert found == [thought, said, "assistant"]
@@ -413,8 +430,7 @@ def test_thoughts(local, monkeypatch):
     monkeypatch.setattr(tokenizer, "template", "{{ messages[0].content }}<think>")
     (chosen,) = messages(structured_outputs={"choice": ["yes", "no"]}, ignore_eos=False)
     assert chosen["content"] in ("yes", "no") and "reasoning_content" not in chosen
-    think.append(5)  # a mark is several tokens
-    assert "reasoning_content" not in messages()[0]
+    assert not any(choice.seq.stream.marks for choice in plain.choices)
 
 
 # --- Bodies that are wrong ------------------------------------------------------------------------

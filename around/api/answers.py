@@ -69,9 +69,10 @@ class Completion:
         )
         self.firsts = [request.outputs[0] for request in requests]
         seqs = [seq for request in requests for seq in request.outputs]
-        marks = mark_thoughts(api.tokenizer, seqs, fields if chat else {})
+        if chat:
+            mark_thoughts(api.tokenizer, seqs, fields)
         self.choices = [
-            Choice(i, seq, key, api.tokenizer, marks, fields["echo"], Reader(tools))
+            Choice(i, seq, key, api.tokenizer, fields["echo"], Reader(tools))
             for i, seq in enumerate(seqs)
         ]
 
@@ -132,7 +133,6 @@ class Choice:
     Attributes:
         key: where the text goes: "text" for a completion, "message" for a chat, "delta" for a chat
             that is streamed.
-        marks: see mark_thoughts.
         shows_prompt: whether the text begins with the prompt's.
         reader: splits the answer into text and calls.
         num_thought, num_tokens: how many characters of the thought, and tokens with
@@ -145,7 +145,6 @@ class Choice:
     seq: EngineSequence
     key: str
     tokenizer: Tokenizer
-    marks: tuple
     shows_prompt: bool
     reader: Reader
     num_thought: int = 0
@@ -162,13 +161,13 @@ class Choice:
         seq = self.seq
         reason = seq.finish_reason  # read first, because nothing changes after it is set
         self.check_reason(reason)
-        # 1) read what is new. Slices are copies, as the engine's thread may append meanwhile
+        # 1) read what is new. Slices are copies, as the engine's thread may append meanwhile; and
+        # the text is read before the thought, which is complete when the text begins
         is_scored = seq.params.logprobs is not None
         tokens = seq.tokens[self.num_tokens :] if is_scored else []
-        thought, answer = split_thought(seq.text, *self.marks)
-        thought = thought[self.num_thought :]
         num_calls = len(self.reader.calls)
-        text = self.reader.read(answer, bool(reason))
+        text = self.reader.read(seq.text, bool(reason))
+        thought = seq.stream.thought[self.num_thought :]
         calls = self.reader.calls[num_calls:]
         if self.ended or not (reason or thought or text or tokens or calls):
             return {}
@@ -262,20 +261,18 @@ class Choice:
         )
 
 
-def mark_thoughts(tokenizer: Tokenizer, seqs: list[EngineSequence], fields: JSON) -> tuple:
-    """Tell sequences with one prompt how they think. Return what split_thought needs: what to put
-    in front of their output, and the marks.
+def mark_thoughts(tokenizer: Tokenizer, seqs: list[EngineSequence], fields: JSON) -> None:
+    """Tell a chat's sequences how they think.
 
     Some templates begin the thought, or a last message that is continued does, so that the output
-    lacks the first mark. Structured outputs, completions, and models without a token for each mark
-    have no thoughts: with both marks in front of it, all of an output is the answer.
-
-    Args:
-        fields: a chat's; {} for a completion.
+    lacks the first mark. Structured outputs, and models without a token for each mark, have no
+    thoughts.
     """
-    for begin, end in MARKS if fields and "structured_outputs" not in fields else ():
+    if "structured_outputs" in fields:
+        return
+    for begin, end in MARKS:
         marks = tokenizer.encode(begin + end, add_special=False)
-        if len(marks) > 2:
+        if [*map(tokenizer.bytes_of, marks)] != [begin.encode(), end.encode()]:
             continue
         if fields["continue_final_message"]:
             tail = str(plain_turn(fields["messages"][-1])["content"])
@@ -284,20 +281,3 @@ def mark_thoughts(tokenizer: Tokenizer, seqs: list[EngineSequence], fields: JSON
         is_open = tail.lstrip().startswith(begin) and end not in tail
         for seq in seqs:
             seq.stream.marks = marks[is_open:]
-        return begin if is_open else "", begin, end
-    return "".join(MARKS[0]), *MARKS[0]
-
-
-def split_thought(output: str, prefix: str, begin: str, end: str) -> tuple:
-    """Split a reply into the thought and the answer, by what mark_thoughts returns.
-
-    In models that think, each mark is one token, so it arrives whole. White space before a thought
-    is dropped.
-
-    Example: "<think>Hm, </think>Yes" -> "Hm, ", "Yes"; and "Yes" -> "", "Yes"
-    """
-    before, _, rest = (prefix + output).partition(begin)  # without the mark, all is `before`
-    if before.strip():
-        return "", output
-    thought, _, answer = rest.partition(end)
-    return thought, answer

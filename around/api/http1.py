@@ -22,6 +22,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from io import BufferedReader, BytesIO
 from typing import Any
+from urllib.parse import unquote
 
 from around.api.answers import Problem, demand
 from around.settings import JSON, blame, check
@@ -99,10 +100,10 @@ class Exchange(BaseHTTPRequestHandler):
         # By itself, parse_request takes up to 6 MB, with which it can be busy for seconds.
         self.rfile = BytesIO(head)
         self.raw_requestline = self.rfile.readline()
-        demand(self.parse_request(), 400, "this is not an HTTP/1 request")
+        demand(self.parse_request(), 400, "this is no HTTP/1 request, or has over 100 headers")
         self.rfile = reader
         # Proxies may ask for a whole URL.
-        path = re.sub("^https?://[^/]*", "", self.path).partition("?")[0]
+        path = unquote(re.sub("^https?://[^/]*", "", self.path).partition("?")[0])
         self.asked = f"{self.command} {path}"
 
     def send_error(self, *args: Any) -> None:

@@ -93,7 +93,7 @@ class Metrics:
         running = [
             dict(
                 name=f"{seq.request.request_id}.{seq.request.outputs.index(seq)}",
-                text=seq.text[-40:],
+                text=(seq.stream.thought + seq.text)[-40:],
                 prompt=seq.prompt_len,
                 tokens=len(seq.ids),
                 blocks=seq.table.blocks,

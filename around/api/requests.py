@@ -149,7 +149,7 @@ def translate(given: JSON, chat: bool) -> JSON:
     fields = DEFAULTS | given
     for name, default in DEFAULTS.items():
         check(name, fields[name], type(default))
-    options = fields["stream_options"]
+    options = without_nulls(fields["stream_options"])
     for name, only in UNSUPPORTED.items():
         supported(name, (options | fields).get(name, only), only)
     # A whole answer always has the usage.

@@ -53,19 +53,21 @@ class Detokenizer:
 
 
 class TextStream:
-    """The text of a sequence as it grows, up to the first of its stop strings, which do not count
-    within a thought.
+    """The text of a sequence as it grows, up to the first of its stop strings; and before it, for a
+    model that thinks, the thought.
 
     Attributes:
         text: what may be shown, so it never shrinks. The end of what is decoded is held back while
             it may be part of a stop string or half a character.
-        marks: the ids of the marks that are still to come: those that begin and end a thought;
-            within the thought, the one that ends it. The server sets them.
+        thought: what stands between the marks. Stop strings do not count there.
+        marks: the ids that begin and end the thought, as far as they are still to come. The server
+            sets them. Once the text has begun, a mark is a part of it.
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Ids, stops: tuple) -> None:
         self.text = ""
         self._held = ""  # decoded text that may be the beginning of a stop string
+        self.thought = ""
         self.marks: Ids = []
         self._stops = stops
         self._detokenizer = Detokenizer(tokenizer, prompt_ids)
@@ -86,20 +88,27 @@ class TextStream:
             follows, the text is "xac"; if "ab" follows, it ends with "xa", before the stop string.
         """
         new = self._detokenizer.push(token_id, last)
-        num_marks = len(self.marks)
+        # 1) The thought. A mark is not shown, nor is white space before it.
         if token_id in self.marks[:1]:
             del self.marks[0]
-        elif num_marks > 1 and new.strip():  # an answer has begun, without a thought
-            self.marks = []
-        # The marks are parts of the thought.
-        stops = () if 1 in (num_marks, len(self.marks)) else self._stops
+            self._held = ""
+            return new, False
+        if len(self.marks) == 1:
+            self.thought += new
+            return new, False
+        # 2) The text. In a model that thinks, the white space before it is no stop string.
         pending = self._held + new
+        if pending.strip() or last:
+            self.marks = []
+        elif self.marks or (self.thought and not self.text):
+            self._held = pending
+            return new, False
         # A stop string counts if it ends after this many characters. One that ended in what was
         # held came too early (see can_stop), and was held only because a longer one may contain it.
         early = len(self._held) if can_stop else len(pending)
         found = []  # where a stop string stands
         begun = []  # where one may have begun
-        for stop in stops:
+        for stop in self._stops:
             for i in range(len(pending)):
                 if pending.startswith(stop, i):
                     if i + len(stop) > early:
