@@ -317,6 +317,19 @@ def test_tensors_that_do_not_fit(folder, valid):
     refused(folder, "21 tensors", "embed_tokens.weight: missing", "norm.weight: miss")
 
 
+def test_files_are_opened_a_few_times(valid, monkeypatch):
+    """Load a folder, and count how often its file is opened, and whether that ends. Catches: a
+    header that is parsed again for each of 10,000 tensors, which took minutes; weights that stay
+    mapped beside the model's own, or of which a piece is read that another one has replaced."""
+    opened = []
+    opening = weights.safe_open
+    monkeypatch.setattr(weights, "safe_open", lambda *a: opened.append(a) or opening(*a))
+    model = load_model(valid)
+    assert len(opened) == 2  # for the header, and for the 256 MB in which all tensors stand
+    assert str(valid) not in Path("/proc/self/maps").read_text()
+    runs(model)
+
+
 def test_shards(folder):
     """Load a model in two shards: whole, with each kind of damaged index, and with a shard that is
     cut off or missing. Catches: a model loaded without all of its shards; an index that names a
@@ -329,7 +342,8 @@ def test_shards(folder):
     refused(folder, INDEX, "shards")
     places = {name: shards[i >= 10] for i, (name, _) in enumerate(content)}
     for wrong, *words in (
-        ("",), ("{",), ("[]",), ("{}",), ({},), ([],), ({NORM: 5},), ({NORM: None},),
+        ("", "lfs"), ("{", "lfs"), ("[]", "lfs"), ("{}", "lfs"), ({},), ([], "lfs"),
+        ({NORM: 5},), ({NORM: None},),
         (places | {NORM: ".."},), (places | {NORM: "../../etc"}, "/etc: "),
         (places | {NORM: f"/{folder}/{shards[0]}"}, "No such file"),
     ):  # fmt: skip

@@ -12,7 +12,8 @@ import torch
 from conftest import SHAKESPEARE
 from safetensors.torch import load_file, save_file
 from test_model import ATOL, build, hf_logits, same
-from test_tokenizer import LLAMA, LLAMA_SIZE, NAMES, byte_level, write
+from test_tokenizer import LLAMA, LLAMA_SIZE, NAMES, byte_level, metaspace, write
+from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from around.folder import Tokenizer, load_config, load_model
@@ -45,6 +46,11 @@ X, HIDDEN = token("<|x|>"), token("wombat", special=False)
 R = token("<|r|>", rstrip=True)
 WITH_X = LLAMA_CONFIG | added(LLAMA_SIZE, X)
 TURN = {"eos_token": "<|im_end|>"}
+FLAGGED = metaspace()
+for each in (AddedToken("<|im_start|>", special=True, normalized=False),
+             AddedToken("<|r|>", rstrip=True), AddedToken("<|w|>", single_word=True)):  # fmt: skip
+    FLAGGED.add_tokens([each])
+FLAGGED_IDS = {text: FLAGGED.token_to_id(text) for text in ("<|im_start|>", "<|r|>", "<|w|>")}
 TOKENIZERS = {  # name -> tokenizer_config.json, other files, and the added texts
     "BOS named in special_tokens_map.json alone": ({"model_max_length": 99}, WITH_BOS | MAP),
     "the same, of tokenizer.model": (BOS | {"tokenizer_class": "LlamaTokenizer"}, SLOW | MAP),
@@ -56,6 +62,9 @@ TOKENIZERS = {  # name -> tokenizer_config.json, other files, and the added text
     "added_tokens.json beside tokenizer.json": (
         NAMES | TURN, FAST | {"added_tokens.json": {"<|im_end|>": BEYOND, "wombat": BEYOND + 1}},
         "<|im_end|>", "wombat"),
+    "added_tokens.json repeats what tokenizer.json says better": (
+        NAMES, {"tokenizer_json": FLAGGED.to_str(), "added_tokens.json": FLAGGED_IDS},
+        "<|im_start|>", "<|r|>", "<|w|>"),
     "extra special tokens": (NAMES | {"extra_special_tokens": ["at"]}, FAST, "at"),
     "extra special tokens with names": (
         NAMES | {"extra_special_tokens": {"image_token": "at"}}, FAST, "at"),

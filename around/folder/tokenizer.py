@@ -57,10 +57,7 @@ class Tokenizer:
             config = read_optional(path / "chat_template.json") | config
             self.config = config = {name: text_of(value) for name, value in config.items()}
             named = special_texts(config)
-            # A token may say itself whether it is special.
-            added = {
-                int(i): {"special": token["content"] in named} | token for i, token in raw.items()
-            }
+            added = {int(i): token for i, token in raw.items()}
             read = self._read_fast if (path / "tokenizer.json").is_file() else self._read_slow
             read(path, added, named)
             # The marks of function calls and thoughts are shown, as both are found in the text.
@@ -169,8 +166,8 @@ class Tokenizer:
         """Read tokenizer.json.
 
         Args:
-            added: id -> a token that the other files add: its content, whether it is special, and
-                whether it takes in the spaces before it (lstrip) or after it (rstrip).
+            added: id -> a token that the other files add: its content, and perhaps whether it is
+                special, and takes in the spaces before it (lstrip) or after it (rstrip).
             named: texts of special tokens, not all of which exist.
         """
         try:
@@ -181,15 +178,20 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
         backend.no_truncation()  # training scripts may leave it on, which would cut prompts
         backend.no_padding()
-        for i, token in sorted(added.items()):  # each new token gets the next id
-            backend.add_tokens([tokenizers.AddedToken(**token)])
-            # The files must agree on its id.
-            supported(f"the id of {token['content']}", i, backend.token_to_id(token["content"]))
+        # What the other files leave out of a token, this one says.
+        known = {
+            token.content: token.__getstate__()
+            for token in backend.get_added_tokens_decoder().values()
+        }
+        for _, token in sorted(added.items()):  # each new token gets the next id
+            known[token["content"]] = known.get(token["content"], {}) | token
+        for text in named & (known | backend.get_vocab()).keys():
+            known[text] = {"content": text} | known.get(text, {}) | {"special": True}
+        # All at once, as each call takes long.
+        backend.add_tokens([tokenizers.AddedToken(**token) for token in known.values()])
         vocab = backend.get_vocab()
-        # Make the named tokens special. A text alone would reset the settings of an added token,
-        # such as rstrip.
-        known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-        backend.add_special_tokens([known.get(text, text) for text in named & vocab.keys()])
+        for i, token in added.items():  # the files must agree on its id
+            supported(f"the id of {token['content']}", i, vocab[token["content"]])
         self.special = {
             token.content: i
             for i, token in backend.get_added_tokens_decoder().items()
@@ -216,7 +218,10 @@ class Tokenizer:
         """Read tokenizer.model. The arguments are those of _read_fast."""
         file = path / "tokenizer.model"
         if not file.is_file():
-            raise ValueError("tokenizer.json is missing, and there is no tokenizer.model")
+            raise ValueError(
+                "there is no tokenizer.json, and no tokenizer.model: download one, or let "
+                "transformers make one (AutoTokenizer.from_pretrained, then save_pretrained)"
+            )
         # 1) sentencepiece. Most models put a space in front of what they encode.
         #   bare    puts none
         #   first   encodes the beginning of a text. It does what the model says, but it is `bare`
@@ -224,7 +229,7 @@ class Tokenizer:
         #   later   encodes what follows an added token. It is `first` if `legacy` is on, and `bare`
         #           if not. By default, legacy is off in a LlamaTokenizer and on in all others
         config = self.config
-        with blame(f"tokenizer.model{AGAIN}"):
+        with blame(f"tokenizer.model must be sentencepiece's{AGAIN}"):
             sp = sentencepiece.SentencePieceProcessor(model_file=str(file))
         # These four bytes set normalizer_spec.add_dummy_prefix to False: in a protocol buffer the
         # last value wins.
@@ -240,7 +245,10 @@ class Tokenizer:
             if sp.is_control(i) or piece in named:
                 added.setdefault(i, dict(content=piece, special=True))
         id_of = {token["content"]: i for i, token in added.items()}
-        self.special = {text: i for text, i in id_of.items() if added[i]["special"]}
+        # A token may say itself whether it is special.
+        self.special = {
+            text: i for text, i in id_of.items() if added[i].get("special", text in named)
+        }
         # An added token is spelt as its text, and the unknown token as nothing.
         pieces |= {i: text for text, i in id_of.items()}
         pieces[sp.unk_id()] = ""

@@ -9,7 +9,7 @@ file does not know what runs the model. Read: load_model, locate_tensors.
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from torch.utils._device import DeviceContext
 from around.folder.config import load_config
 from around.folder.families import folded
 from around.machine import free_memory, progress
-from around.settings import DTYPES, JSON, InputError, blame, read_json
+from around.settings import AGAIN, DTYPES, JSON, InputError, blame, read_json
 from model import Config, FusedLinear, Transformer, rope_frequencies
 
 
@@ -219,6 +219,10 @@ def locate_tensors(path: Path) -> Files:
     # The shard of each tensor; {}: all are in one file.
     places = {} if (path / whole).exists() else read_index(path)
     files: Files = {}
+    # A file is mapped anew for each piece of 256 MB, as the pages that were read are free when a
+    # mapping is dropped: one for all tensors would double the resident memory. One for each tensor
+    # would take minutes, as the whole header is parsed each time: files of experts hold 10,000.
+    opened = lru_cache(2)(lambda file, piece: safe_open(file, "pt"))
     for shard in sorted({*places.values()}) or [whole]:
         file = path / shard
         with (
@@ -227,6 +231,7 @@ def locate_tensors(path: Path) -> Files:
             ),
             safe_open(file, "pt") as reader,
         ):
+            size = 0
             for name in reader.keys():  # noqa: SIM118 (it is no dict)
                 # An index decides which shard is read, and a tensor that it leaves out is not
                 # read. Without an index, `places` is {} and all are read.
@@ -234,7 +239,9 @@ def locate_tensors(path: Path) -> Files:
                     empty = reader.get_tensor(name).to("meta")  # maps the file, reads none of it
                     ours = engine_name(name)
                     if ours:
-                        files[ours] = Stored(empty, partial(read_tensor, file, name))
+                        at = (opened, file, size >> 28, name)
+                        files[ours] = Stored(empty, partial(read_tensor, *at))
+                        size += empty.nbytes
     return files
 
 
@@ -246,18 +253,16 @@ def read_index(path: Path) -> dict[str, str]:
             f"{path}: there is no model.safetensors, and no {file.name} that says which shards to "
             "read; convert .bin and .pth files"
         )
-    with blame(file):
+    with blame(f"{file}{AGAIN}"):
         # A shard may be in a folder below. No path leads out of the folder: "///../a" becomes "/a",
         # and so does "////a". (Of two slashes at the beginning, normpath would keep both.)
         places = read_json(file)["weight_map"]
         return {name: os.path.normpath(f"///{shard}")[1:] for name, shard in places.items()}
 
 
-def read_tensor(file: Path, name: str) -> Tensor:
-    """Map a tensor, through a mapping of its own. That ends when the tensor is dropped, which frees
-    the pages that were read; one mapping for all tensors would double the resident memory."""
-    with safe_open(file, "pt") as reader:
-        return reader.get_tensor(name)
+def read_tensor(opened: Callable, file: Path, piece: int, name: str) -> Tensor:
+    """Map a tensor, by what `opened` returns for its file and piece; see locate_tensors."""
+    return opened(file, piece).get_tensor(name)
 
 
 # Words in the names of Mixtral, GPTQ or AWQ -> this engine's words.
