@@ -233,7 +233,9 @@ class SamplingParams:
         # Through vars, as the dataclass is frozen. None is vLLM's way to leave a field out.
         vars(self).update(
             # `stop` is a list or tuple here. The type includes str only for the text of the error.
-            stop=check_items("stop", stop or (), str | list | tuple, str, max_len=16),
+            stop=check_items(
+                "stop", () if stop is None else stop, str | list | tuple, str, max_len=16
+            ),
             stop_token_ids=() if self.stop_token_ids is None else self.stop_token_ids,
             logit_bias=self.logit_bias or {},
             seed=None if self.seed == -1 else self.seed,

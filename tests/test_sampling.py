@@ -58,7 +58,7 @@ RANGES = {
 INTEGERS = {"top_k", "seed", "max_tokens", "min_tokens", "logprobs", "n", "prompt_logprobs"}
 OPTIONAL = {"seed", "logprobs", "prompt_logprobs", "stop", "stop_token_ids", "logit_bias"}
 WRONG = {
-    "stop": ([""], "", [1], b"ab", ["a", None], ["x"] * 17, "x" * 257, 5),
+    "stop": ([""], "", [1], b"ab", ["a", None], ["x"] * 17, "x" * 257, 5, 0, {}),
     "stop_token_ids": ([-1], [True], [1.0], ["1"], "12", 5, 0, ""),
     "logit_bias": ({"1": 1}, {-1: 1}, {True: 1}, {1.0: 1}, {1: math.nan}, {1: INF}, {1: -INF},
                    {1: 100.5}, {1: -101}, {1: True}, {1: "1"}, {1: None}, [1],

@@ -60,6 +60,9 @@ FAMILIES: dict[str, JSON] = dict(
 #   norm_offset    is added to the weights of norms
 #   root_of_width  whether embeddings are multiplied by the root of D
 #   partial_rope   whether rope may rotate a part of each head only
+# PLAIN is what a family does that sets nothing else.
+PLAIN = dict(gelu=False, qk_norm=False, wide_qk_norm=False, pre_norm=True, post_norm=False,
+    norm_offset=0.0, root_of_width=False, partial_rope=False)  # fmt: skip
 # Most families do not read use_sliding_window and max_window_layers, so NO_WINDOWS or ALL_WINDOWS
 # sets them. With layer_types=None, the file's list is not read either.
 NO_WINDOWS = dict(use_sliding_window=False, layer_types=None)
@@ -109,7 +112,7 @@ def with_defaults(raw: JSON) -> JSON:
     merged = without_nulls(family | read)
     for setting in PARTICULAR.keys() & family.keys():
         check(setting, merged.get(setting), PARTICULAR[setting])
-    settings = ONLY | DEFAULTS | merged | FIXED.get(raw["model_type"], {})
+    settings = ONLY | DEFAULTS | merged | PLAIN | FIXED.get(raw["model_type"], {})
     for setting, only in ONLY.items():
         supported(setting, settings[setting], only)
     return settings
@@ -198,7 +201,7 @@ def rope_with_defaults(settings: JSON) -> JSON:
         rope[ORIGINAL] = settings[ORIGINAL]
     # 2) Its type.
     kind = given.get("rope_type", given.get("type", "default"))  # older files have `type`
-    if settings.get("partial_rope") and kind in ("su", "yarn"):  # Phi-3's older names
+    if settings["partial_rope"] and kind in ("su", "yarn"):  # Phi-3's older names
         kind = "longrope"
     rope["rope_type"] = supported("rope_type", kind, *ROPES)
     if kind in ("yarn", "longrope"):
@@ -209,7 +212,7 @@ def rope_with_defaults(settings: JSON) -> JSON:
     for name in ROPES[kind]:
         check(f"rope {name}", rope.get(name), float)
     share = check("partial_rotary_factor", rope["partial_rotary_factor"], float, 0, 1)
-    if not settings.get("partial_rope"):
+    if not settings["partial_rope"]:
         supported("partial_rotary_factor", share, 1.0)
     return rope
 
@@ -355,11 +358,11 @@ def fold_settings(settings: JSON, rope: JSON) -> JSON:
         rotated_factor=attention_factor(rope) ** 2,  # the square, as keys are left as they are
         residual_factor=settings["residual_multiplier"],
         logits_divisor=settings["logits_scaling"],
-        norm_offset=settings.get("norm_offset", 0.0),
+        norm_offset=settings["norm_offset"],
     )
     neutral = dict.fromkeys(folds, 1.0) | dict(rope_dim=H, norm_offset=0.0)
     embedding_multiplier = settings["embedding_multiplier"]
-    if settings.get("root_of_width"):
+    if settings["root_of_width"]:
         embedding_multiplier = settings["hidden_size"] ** 0.5
     return dict(embedding_multiplier=embedding_multiplier, folds={} if folds == neutral else folds)
 
