@@ -465,11 +465,10 @@ class Engine:
         guesses = self.proposer.count(seq)
         if known + guesses <= budget:
             return known + guesses
-        if guesses:
-            known -= 1  # the last known token waits with them
-        # For a running sequence the result is not 0: its budget has room for one known token and
-        # all its guesses, so here it had two known tokens or more.
-        return min(known, budget)
+        # The last known token waits with its guesses; if there are none, the budget is the smaller
+        # one. For a running sequence the result is not 0: its budget has room for one known token
+        # and all its guesses, so here it had two known tokens or more.
+        return min(known - 1, budget)
 
     def _allocate(self, seq: EngineSequence, num_tokens: int) -> bool:
         """Let a sequence run this many tokens in this step, and give it blocks for them. Returns
