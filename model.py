@@ -202,11 +202,9 @@ class Attention(nn.Module):
         parts = {"q_proj": N * H, "k_proj": K * H, "v_proj": K * H}
         self.qkv_proj = FusedLinear(D, parts, config.qkv_bias)
         self.o_proj = nn.Linear(N * H, D, config.o_bias)
-        self.q_norm: nn.Module = nn.Identity()
-        self.k_norm: nn.Module = nn.Identity()
-        if config.qk_norm:
-            self.q_norm = nn.RMSNorm(H, config.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(H, config.rms_norm_eps)
+        norm: Any = nn.RMSNorm if config.qk_norm else nn.Identity  # which takes any arguments
+        self.q_norm = norm(H, config.rms_norm_eps)
+        self.k_norm = norm(H, config.rms_norm_eps)
         if config.wide_qk_norm:
             self.q_norm = WideNorm(N * H, config.rms_norm_eps)
             self.k_norm = WideNorm(K * H, config.rms_norm_eps)
