@@ -276,16 +276,20 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rope_frequencies(config: Config) -> Tensor:
-    """Rotation speed of each pair of channels, in radians per position. In plain rope, pair i turns
-    by theta ** (-2i / H).
+    """Rotation speed of each pair of channels, in radians per position.
 
     Returns:
         (ropes, H/2) float32, on the CPU even while the model is built on the meta device.
     """
     if config.rope_speeds:
         return torch.tensor(config.rope_speeds, device="cpu")
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
-    return config.rope_theta ** -(exponent / config.head_dim)[None]
+    return plain_speeds(config.rope_theta, config.head_dim)[None]
+
+
+def plain_speeds(theta: float, dim: int) -> Tensor:
+    """The speeds of plain rope, in which pair i turns by theta ** (-2i / dim): (dim / 2,)."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
+    return theta**-exponents
 
 
 class View(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from around.settings import JSON, check, check_items, choose, supported, without_nulls
-from model import Config
+from model import Config, plain_speeds
 
 # --- What config.json may leave out ---------------------------------------------------------------
 
@@ -284,8 +284,7 @@ def speeds(rope: JSON, dim: int) -> Tensor:
     Returns:
         (dim / 2,) float32.
     """
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
-    plain = rope["rope_theta"] ** -exponents
+    plain = plain_speeds(rope["rope_theta"], dim)
     kind = rope["rope_type"]
     if kind == "default":
         return plain
