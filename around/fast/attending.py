@@ -29,17 +29,17 @@ PROMPT = 16
 
 def attend_fast(model: Transformer) -> None:
     """Let a model attend fast, with either cache."""
-    replace_caches(model, partial(fast_caches, model))
+    replace_caches(model, fast_caches)
 
 
 def replace_caches(model: Transformer, change: Callable[..., list]) -> None:
-    """Before each forward with caches, replace these by what `change` makes of the arguments of
-    Transformer.forward."""
+    """Before each forward with caches, replace these by what `change` makes of the model and the
+    arguments of Transformer.forward."""
 
     def hook(model: Any, args: tuple) -> tuple:
         if not any(args[2:3]):  # there are no caches; see model.NoCache
             return args
-        return *args[:2], change(*args), *args[3:]
+        return *args[:2], change(model, *args), *args[3:]
 
     model.register_forward_pre_hook(hook)
 

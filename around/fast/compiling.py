@@ -22,7 +22,6 @@ for one case.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +69,7 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
             mlp: Any = layer.mlp
             mlp.mix = Opaque(mlp.mix).attend
     # This runs before each forward, and outside the compiled code.
-    replace_caches(model, partial(show_steps, model))
+    replace_caches(model, show_steps)
     # These three switches are the process's: they hold for all that it compiles from here on.
     # The default, 8 graphs for one piece of code, is too few for several models.
     torch._dynamo.config.recompile_limit = 64
