@@ -236,19 +236,20 @@ class Choice:
             return dict(token=text, logprob=value, bytes=list(word))
 
         # The sampled token, and the likeliest ones in its place.
-        rows = [
-            (entry(token, token.id, token.logprob), [entry(token, *each) for each in token.top])
+        content = [
+            entry(token, token.id, token.logprob)
+            | {"top_logprobs": [entry(token, *each) for each in token.top]}
             for token in tokens
         ]
         if self.key != "text":
-            return {"content": [sampled | {"top_logprobs": top} for sampled, top in rows]}
+            return {"content": content}
         # The sampled token is in here even if it is unlikely, as in vLLM. The first token of a
         # prompt has no log-probability.
         likely = [
             None
             if sampled["logprob"] is None
-            else {each["token"]: each["logprob"] for each in (*top, sampled)}
-            for sampled, top in rows
+            else {each["token"]: each["logprob"] for each in (*sampled["top_logprobs"], sampled)}
+            for sampled in content
         ]
         texts = [token.text for token in tokens]
         offsets = [*accumulate(map(len, texts), initial=self.offset)]
