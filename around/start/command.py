@@ -158,8 +158,7 @@ def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> i
     tokenizer = engine.tokenizer
     assert tokenizer
     params = replace(params, n=1).with_stop(tokenizer.chat_stop)
-    start = [{"role": "system", "content": system}] if system else []
-    messages = [*start]
+    messages = start = [{"role": "system", "content": system}] if system else []
     status = 0
     say(HELP)
     for line in iter(ask, ""):
@@ -167,7 +166,7 @@ def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> i
         if said in ("/exit", "/quit", "exit", "quit"):
             return status
         if said == "/new":
-            messages = [*start]
+            messages = start
         elif said.startswith("/"):
             say(HELP)
         elif said:
