@@ -156,8 +156,7 @@ class BlockPool:
         del table.chain[1:]  # all but the salt
 
     def _take(self) -> int:
-        block = next(iter(self.available))
-        del self.available[block]
+        block, _ = self.available.popitem(last=False)
         if block in self._keys:  # its old content must not be found any more (nano-vllm#163)
             del self._by_key[self._keys.pop(block)]
         self.refs[block] = 1
