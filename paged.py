@@ -104,7 +104,6 @@ class BlockPool:
             end 10. If 0 and 1 are the next in `available`, the blocks become [7, 0, 1], and
             [(2, 0)] is returned.
         """
-        assert self.cost(table, end) <= len(self.available), "out of blocks"
         copies = []
         for i in self._shared(table):
             old = table.blocks[i]
