@@ -97,12 +97,11 @@ def load_models(
         quantize_model(model, args.quantize)
     proposer = Proposer() if ranks.rank else load_proposer(args, ranks.device, model)
     use_threads(args.threads, num_bytes)
-    if args.plain:
-        return model, proposer
-    from around.fast import make_fast
+    if not args.plain:
+        from around.fast import make_fast
 
-    for each in (model, *proposer.models):
-        make_fast(each, args.compile, batch_size, args.kv_dtype)
+        for each in (model, *proposer.models):
+            make_fast(each, args.compile, batch_size, args.kv_dtype)
     return model, proposer
 
 
