@@ -415,9 +415,8 @@ def rope_order(head_dim: int, dim: int) -> Tensor:
 
     Example: head_dim 8, dim 4: 0 1 4 5 2 3 6 7; the pairs 0, 2 and 1, 3 turn, the others do not
     """
-    rotated, others = torch.arange(head_dim).split((dim, head_dim - dim))
-    halves = zip(rotated.chunk(2), others.chunk(2))
-    return torch.cat([torch.cat(pair) for pair in halves])
+    parts = torch.arange(head_dim).split((dim, head_dim - dim))  # the rotated ones, the others
+    return torch.cat([part.view(2, len(part) // 2) for part in parts], 1).flatten()
 
 
 def query_factors(config: Config, layer: int) -> Tensor:
