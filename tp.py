@@ -82,8 +82,7 @@ def shard(
     # 2) The exchanges. These are hooks, because wrapper modules would change the names of the
     # parameters. Quantised and packed Linears can still take the place of the plain ones.
     share.register_forward_hook(gather)
-    layers: Any = share.layers
-    for layer in layers:
+    for layer in share.layers:
         layer.self_attn.register_forward_hook(add_up)  # after o_proj
         layer.mlp.register_forward_hook(add_up)  # after down_proj; with experts, after their sum
     # 3) The slices of the files. A rank has all of a tied embedding, to look up rows, and a part of

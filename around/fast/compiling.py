@@ -66,8 +66,7 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
     pack_linears(model, alone=batch_size == 1)
     for layer in model.layers:
         if hasattr(layer.mlp, "mix"):  # each step runs other experts, on other numbers of rows
-            mlp: Any = layer.mlp
-            mlp.mix = Opaque(mlp.mix).attend
+            layer.mlp.mix = Opaque(layer.mlp.mix).attend
     # This runs before each forward, and outside the compiled code.
     replace_caches(model, show_steps)
     # These three switches are the process's: they hold for all that it compiles from here on.
