@@ -107,7 +107,6 @@ class LLM:
             ValueError: the template refuses a chat, or see generate.
         """
         tokenizer = self.engine.tokenizer
-        assert tokenizer
         check("messages", messages, list)
         chats = messages if messages and isinstance(messages[0], list) else [messages]
         params = self._params_of(len(chats), sampling_params, changes)

@@ -269,7 +269,7 @@ class Engine:
         limits = Limits(**options)
         self.model = model
         self.config = model.config
-        self.tokenizer = tokenizer
+        self.tokenizer: Any = tokenizer
         self.proposer = proposer or Proposer()
         self.make_matcher = make_matcher
         self.max_num_seqs = limits.max_num_seqs

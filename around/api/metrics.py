@@ -8,7 +8,6 @@ import json
 from bisect import bisect
 from collections import Counter, defaultdict
 from itertools import pairwise
-from typing import Any
 
 from around.settings import JSON
 from scheduler import Engine, Request
@@ -89,7 +88,7 @@ class Metrics:
         """Put what the page shows into `snapshot`: which sequences run, which blocks they have,
         what sampling starts with, and whether the model has a chat template of its own. Only the
         engine's thread may call this. It takes some microseconds a sequence."""
-        engine: Any = self.engine
+        engine = self.engine
         running = [
             dict(
                 name=f"{seq.request.request_id}.{seq.request.outputs.index(seq)}",

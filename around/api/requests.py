@@ -29,7 +29,6 @@ class API:
         self, engine: Engine, name: str, defaults: JSON, tool_format: str, system: str | None
     ) -> None:
         """Args: tool_format: a name out of function_calls.FORMS; otherwise, see form_in."""
-        assert engine.tokenizer
         self.engine = engine
         self.tokenizer = engine.tokenizer
         self.name = name

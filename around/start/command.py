@@ -156,7 +156,6 @@ def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> i
     """Talk until the input ends, and return the status of the last reply. The engine's prefix cache
     holds the earlier turns. After Ctrl-C they are computed again."""
     tokenizer = engine.tokenizer
-    assert tokenizer
     params = replace(params, n=1).with_stop(tokenizer.chat_stop)
     messages = start = [{"role": "system", "content": system}] if system else []
     status = 0
