@@ -203,8 +203,7 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
         eos_token_id=V,  # is needed, but eos_token, below, overrides it
         bos_token_id=None,
     )
-    wrapper: Any = spell
-    trie = llguidance.LLTokenizer(wrapper, eos_token=[*eos_ids] or [V])
+    trie = llguidance.LLTokenizer(spell, eos_token=[*eos_ids] or [V])  # type: ignore
     return trie
 
 
