@@ -210,7 +210,7 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
 # --- OpenAI's response_format ---------------------------------------------------------------------
 
 
-def structure(response_format: Any) -> JSON:
+def structure(response_format: JSON) -> JSON:
     """Translate OpenAI's response_format into SamplingParams.structured_outputs.
 
     Returns:
@@ -221,7 +221,7 @@ def structure(response_format: Any) -> JSON:
         SettingError: an unknown type, or no schema where there must be one.
     """
     name = "response_format"
-    response_format = without_nulls(check(name, response_format, dict))
+    response_format = without_nulls(response_format)
     kind = response_format.get("type")
     if supported(name, kind, "text", "json_object", "json_schema") == "text":
         return {}

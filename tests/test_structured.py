@@ -314,7 +314,7 @@ def test_forms():
     form["json_schema"]["strict"] = True
     with pytest.raises(SettingError, match="uniqueItems"):
         make_matcher(TOKENIZER, MODEL.config, structure(form))
-    for bad in ({}, {"type": "xml"}, "json", {"type": "json_schema"}, {"type": ["text"]}):
+    for bad in ({}, {"type": "xml"}, {"type": "json_schema"}, {"type": ["text"]}):
         with pytest.raises(SettingError, match=r"^response_format"):
             structure(bad)
     for schema, expected in CLOSED:
