@@ -396,7 +396,10 @@ class Engine:
         logits = self.runner.forward(rows)  # (R, V)
         sizes = [row.num_logits for row in rows]
         # 4) end the requests whose logits are NaN or infinite
-        failed = self._end_broken(batch, finite(logits).cpu().split(sizes))
+        rows_are_finite = finite(logits).cpu().split(sizes)
+        failed = [seq.request for seq, each in zip(batch, rows_are_finite) if not each.all()]
+        for request in failed:
+            self.abort(request, "error")
         # 5) record what has run, and find the sequences that draw a token now
         seqs, logits = self._commit(batch, logits, sizes)
         # 6) draw the next tokens of each sequence: the guesses that are accepted, and one more
@@ -489,17 +492,6 @@ class Engine:
         self.pool.free(last.table)
         insort(self.waiting, last, key=place_in_line)
         self.stats["num_preemptions"] += 1
-
-    def _end_broken(self, batch: list[EngineSequence], is_finite: tuple) -> list[Request]:
-        """End the requests from whose logits no token can be drawn, and return them.
-
-        Args:
-            is_finite: for each sequence, what sampling.finite says of each row of its logits.
-        """
-        broken = [seq.request for seq, each in zip(batch, is_finite) if not each.all()]
-        for request in broken:
-            self.abort(request, "error")
-        return broken
 
     def _commit(
         self, batch: list[EngineSequence], logits: Tensor, sizes: list[int]
