@@ -26,7 +26,7 @@ from typing import Any
 
 from around import settings
 from around.api import API, Handler, Metrics, ServerArgs, listen_at, serve, server_args
-from around.folder import first_sampling, suggested_sampling
+from around.folder import first_sampling
 from around.machine import Ranks, say
 from around.settings import SamplingParams
 from around.start import cache_size, launch, open_engine
@@ -54,11 +54,9 @@ class Server:
         self.engine = engine
         self.args = args
         self.listener = listener
-        name = args.served_model_name or args.checkpoint.resolve().name
-        defaults = suggested_sampling(args.checkpoint) | args.sampling
-        self.api = API(engine, name, defaults, args.tool_format, args.system)
+        self.api = API(engine, args)
         on_page = first_sampling(args.checkpoint) | args.sampling
-        self.metrics = Metrics(engine, name, on_page)
+        self.metrics = Metrics(engine, self.api.name, on_page)
         self.busy: set[Handler] = set()
         self.inbox: SimpleQueue[Any] = SimpleQueue()
         self.owners: dict[Request, Handler] = {}

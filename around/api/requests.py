@@ -8,8 +8,9 @@ import time
 from typing import Any
 
 from around.api.answers import Completion, Problem, demand
+from around.api.front import ServerArgs
 from around.api.function_calls import FORMS, NO_TOOLS, Tools, form_in, restrict, tools_of
-from around.folder import plain_turn
+from around.folder import plain_turn, suggested_sampling
 from around.settings import JSON, SamplingParams, SettingError, check, supported, without_nulls
 from around.structured import structure
 from scheduler import Engine, Request
@@ -19,29 +20,27 @@ class API:
     """What is served, and how a body becomes requests for it.
 
     Attributes:
+        name: of the model, in the API.
         model: as /v1/models lists it.
         defaults: sampling settings for a body that leaves them out.
         system: a system prompt for a chat that has none.
         form: how the model writes function calls; None: its chat template shows none that is read.
     """
 
-    def __init__(
-        self, engine: Engine, name: str, defaults: JSON, tool_format: str, system: str | None
-    ) -> None:
-        """Args: tool_format: a name out of function_calls.FORMS; otherwise, see form_in."""
+    def __init__(self, engine: Engine, args: ServerArgs) -> None:
         self.engine = engine
         self.tokenizer = engine.tokenizer
-        self.name = name
+        self.name = args.served_model_name or args.checkpoint.resolve().name
         self.model = dict(
-            id=name,
+            id=self.name,
             object="model",
             owned_by="kilolm",
             created=int(time.time()),
             max_model_len=engine.max_seq_len,
         )
-        self.defaults = defaults
-        self.system = system
-        self.form = FORMS.get(tool_format) or form_in(self.tokenizer.tool_template)
+        self.defaults = suggested_sampling(args.checkpoint) | args.sampling
+        self.system = args.system
+        self.form = FORMS.get(args.tool_format) or form_in(self.tokenizer.tool_template)
 
     def prepare(self, body: JSON, chat: bool) -> "Completion":
         """Check a body, and make a Request for each prompt. They are not submitted.

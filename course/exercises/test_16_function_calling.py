@@ -452,8 +452,9 @@ def test_the_loop(local: Local) -> None:
 def test_the_command_line(local: Local, name: str) -> None:
     """--tool-format names a form, whatever the template shows."""
     wanted = form(name)
-    args = parse_args(["--tool-format", name])
-    assert API(local.engine, "x", {}, args.tool_format, None).form is wanted
+    flags = parse_args(["--tool-format", name])
+    args = ServerArgs(tool_format=flags.tool_format)
+    assert API(local.engine, args).form is wanted
 
 
 OTHERS = {
