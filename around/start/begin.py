@@ -85,8 +85,7 @@ def load_models(
     Returns:
         The model, or this rank's share of it; and the proposer, which only the first rank uses.
     """
-    dtype = settings.DTYPES[args.dtype]
-    model = load_model(args.checkpoint, ranks.device, dtype, ranks.shard)
+    model = load_model(args.checkpoint, ranks.device, settings.DTYPES[args.dtype], ranks.shard)
     context = model.config.max_position_embeddings
     if (args.max_seq_len or 0) > context:
         say(f"--max-seq-len {args.max_seq_len} is beyond this model's context of {context} tokens")

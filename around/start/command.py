@@ -51,14 +51,12 @@ def parse_args(argv: list[str] | None) -> Namespace:
 def asked_of(args: Namespace, ranks: Ranks) -> Asked:
     """Check a command line, and read the prompt's file."""
     engine_args = EngineArgs(**settings.given(EngineArgs, args))
-    flags = settings.given(SamplingParams, args)
-    folder = engine_args.checkpoint
-    chosen = (first_sampling if args.chat else suggested_sampling)(folder) | flags
+    suggested = (first_sampling if args.chat else suggested_sampling)(engine_args.checkpoint)
+    chosen = suggested | settings.given(SamplingParams, args)
     summary = f"sampling settings in place of the defaults: {chosen}"
     if args.chat:  # without another limit, only the context ends a reply
         chosen = {"max_tokens": 2**31} | chosen
     params = SamplingParams(**chosen)
-    text = read_prompt(args, ranks)
     if args.system and not args.chat:
         raise ValueError("--system needs --chat")
     needs_engine = (
@@ -72,7 +70,7 @@ def asked_of(args: Namespace, ranks: Ranks) -> Asked:
     )
     if "max_num_seqs" not in args:  # make the cache only as large as these sequences need
         engine_args = replace(engine_args, max_num_seqs=1 if args.chat else params.n)
-    return Asked(engine_args, params, text, summary, bool(needs_engine))
+    return Asked(engine_args, params, read_prompt(args, ranks), summary, bool(needs_engine))
 
 
 def run_engine(args: Namespace, asked: Asked, ranks: Ranks) -> int:
