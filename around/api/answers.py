@@ -160,7 +160,10 @@ class Choice:
         """
         seq = self.seq
         reason = seq.finish_reason  # read first, because nothing changes after it is set
-        self.check_reason(reason)
+        demand(reason != "abort", 500, "a step of the engine failed")
+        if reason == "error":  # its grammar became too complex, or the model produced NaN logits
+            complaint = seq.matcher and seq.matcher.get_error()
+            raise Problem(400 if complaint else 500, (complaint or BROKEN)[:100])
         # 1) read what is new. Slices are copies, as the engine's thread may append meanwhile; and
         # the text is read before the thought, which is complete when the text begins
         is_scored = seq.params.logprobs is not None
@@ -197,13 +200,6 @@ class Choice:
             "logprobs": self.logprobs(tokens) if is_scored else None,
             "finish_reason": "tool_calls" if self.reader.calls and reason == "stop" else reason,
         }
-
-    def check_reason(self, reason: str | None) -> None:
-        """Raise a Problem if the sequence ended with an error."""
-        demand(reason != "abort", 500, "a step of the engine failed")
-        if reason == "error":  # its grammar became too complex, or the model produced NaN logits
-            complaint = self.seq.matcher and self.seq.matcher.get_error()
-            raise Problem(400 if complaint else 500, (complaint or BROKEN)[:100])
 
     def echo(self) -> tuple[str, list[Token]]:
         """Return the prompt's text and, if it is scored, its tokens with their texts."""
