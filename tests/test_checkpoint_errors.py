@@ -325,7 +325,7 @@ def test_files_are_opened_a_few_times(valid, monkeypatch):
     opening = weights.safe_open
     monkeypatch.setattr(weights, "safe_open", lambda *a: opened.append(a) or opening(*a))
     model = load_model(valid)
-    assert len(opened) == 2  # for the header, and for the 256 MB in which all tensors stand
+    assert len(opened) == 2  # for the header, and for the 16 MB in which all tensors stand
     assert str(valid) not in Path("/proc/self/maps").read_text()
     runs(model)
 

@@ -31,7 +31,7 @@ import generate as command_line
 import sampling
 import speculative
 from around.fast import attending
-from around.fast.attending import fast_layers
+from around.fast.attending import fast_caches
 from around.settings import SamplingParams
 from paged import BlockTable
 from sampling import Token, distribution
@@ -315,7 +315,7 @@ def test_rows_stand_together_whatever_is_guessed(guess, monkeypatch):
         def planned(rows, plan=runner.plan):
             result = plan(rows)
             lengths = {len(row.ids) for row in rows}
-            first, *_ = fast_layers(MODEL, *result)
+            first, *_ = fast_caches(MODEL, *result)
             counts.append((len(lengths), len(first.rows), len(rows)))
             return result
 

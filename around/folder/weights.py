@@ -122,8 +122,10 @@ def load_model(
         model.inv_freq = rope_frequencies(config).to(device)
         if tied:
             model.lm_head.weight = model.embed_tokens.weight
-        for name, tensor in progress([*named_tensors(model)], f"loading {path.name}"):
-            tensor.copy_(files[name].read())
+        tensors = dict(named_tensors(model))
+        # In the files' order, see locate_tensors.
+        for name, stored in progress(files.items(), f"loading {path.name}"):
+            tensors[name].copy_(stored.read())
     return model
 
 
@@ -219,10 +221,10 @@ def locate_tensors(path: Path) -> Files:
     # The shard of each tensor; {}: all are in one file.
     places = {} if (path / whole).exists() else read_index(path)
     files: Files = {}
-    # A file is mapped anew for each piece of 256 MB, as the pages that were read are free when a
+    # A file is mapped anew for each piece of 16 MB, as the pages that were read are free when a
     # mapping is dropped: one for all tensors would double the resident memory. One for each tensor
     # would take minutes, as the whole header is parsed each time: files of experts hold 10,000.
-    opened = lru_cache(2)(lambda file, piece: safe_open(file, "pt"))
+    opened = lru_cache(1)(lambda file, piece: safe_open(file, "pt"))
     for shard in sorted({*places.values()}) or [whole]:
         file = path / shard
         with (
@@ -239,7 +241,7 @@ def locate_tensors(path: Path) -> Files:
                     empty = reader.get_tensor(name).to("meta")  # maps the file, reads none of it
                     ours = engine_name(name)
                     if ours:
-                        at = (opened, file, size >> 28, name)
+                        at = (opened, file, size >> 24, name)
                         files[ours] = Stored(empty, partial(read_tensor, *at))
                         size += empty.nbytes
     return files
