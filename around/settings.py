@@ -7,6 +7,7 @@ does not know what the settings do. Read: SamplingParams, EngineArgs, check.
 """
 
 import json
+import os
 from argparse import SUPPRESS
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -167,8 +168,9 @@ def read_json(path: Path) -> JSON:
 
 
 def read_optional(path: Path) -> JSON:
-    """Read a JSON object without its nulls; return {} if the file does not exist."""
-    return without_nulls(read_json(path)) if path.is_file() else {}
+    """Read a JSON object without its nulls; return {} if the file does not exist. A link to nowhere
+    is an error, as where a cache of downloads has lost a file."""
+    return without_nulls(read_json(path)) if os.path.lexists(path) else {}
 
 
 def without_nulls(raw: JSON) -> JSON:

@@ -106,6 +106,9 @@ def test_files(folder):
             refused(folder, f"/{file} (if it is damaged, download it again, or git lfs pull): ")
             edit(folder)
         (folder / "generation_config.json").unlink()
+    (folder / "generation_config.json").symlink_to("lost")
+    refused(folder, "/generation_config.json", "No such file")
+    (folder / "generation_config.json").unlink()
     for path in (folder / "typo", folder / WEIGHTS):
         refused(path, "no model folder", "hf download", "GGUF", "transformers")
     adapter = folder / "adapter_config.json"

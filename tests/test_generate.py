@@ -246,12 +246,13 @@ def test_line_ends_and_alphabets(cli, monkeypatch, tmp_path):
 
 
 def test_closed_streams(cli, monkeypatch):
-    """Run with stdout or stderr closed or broken. Catches: the line of statistics in the text; a
+    """Run with a standard stream closed or broken. Catches: the line of statistics in the text; a
     traceback after `| head`."""
 
     def broken(text):
         raise BrokenPipeError
 
+    assert cli("--chat", stdin=None).code == 0
     want = cli(*GREEDY).out
     for name, stream in (("err", None), ("out", None), ("out", SimpleNamespace(write=broken))):
         with monkeypatch.context() as patch:

@@ -870,6 +870,9 @@ def test_queue(local, monkeypatch):
         clients.append(local.begin(fields))
         until(lambda: len(local.server.busy) == 11)
         local.post(CHAT, {"messages": HI}).fails(429)
+        monkeypatch.setitem(vars(local.args), "max_queue", 2000)
+        monkeypatch.setattr(front, "MAX_BUSY", 11)  # the other threads are for /health
+        local.post(CHAT, {"messages": HI}).fails(429)
     finally:
         go_on.set()
     gauges = until(lambda: (m := local.metrics())["num_requests_waiting"] == 4 and m)
@@ -1001,6 +1004,7 @@ def test_slow_clients(make_local, monkeypatch, capfd):
     capfd.readouterr()
     monkeypatch.setattr(front.Handler, "timeout", 0.5)
     monkeypatch.setattr(http1, "HEAD_SECONDS", 0.5)
+    monkeypatch.setitem(vars(local.args), "max_body", 2**30)  # which small bodies do not wait for
     stream = post(LONG | {"logprobs": 20, "n": 8, "stream": True})
     never = [connect(local, each) for each in (b"", b"GET / HTTP/1.1\r\n", post()[:-1])]
     never += [connect(local, stream, 4096) for _ in range(2)]

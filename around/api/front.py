@@ -31,6 +31,7 @@ from around.machine import Ranks, say
 from around.settings import JSON, EngineArgs, SamplingParams, setting
 
 MAX_THREADS = 1028  # 1,024 connections, and main, listen, watch and threads.keep_pool
+MAX_BUSY = 960  # connections that wait for a completion; the others are for /health and the like
 PAGE = Path(__file__).with_name("page.html")
 
 
@@ -41,7 +42,6 @@ class ServerArgs(EngineArgs):
     host: str = setting("localhost", "0.0.0.0: listen on all networks, accept any Host header")
     port: int = setting(8000, "0: any free port", 0, 65535)
     served_model_name: str | None = setting(None, "in the API (default: the folder's name)")
-    # Each that waits holds a thread: of the 1,024, some must be left for /health.
     max_queue: int = setting(512, "connections that wait before a 429", 0)
     max_body: int = setting(2**22, "bytes of a request's body", 1)
     shutdown_timeout: float = setting(30.0, "seconds for running requests to finish", 0, 1e6)
@@ -300,8 +300,9 @@ class Handler(Exchange):
     def check_queue(self) -> None:
         """Raise a Problem if more than --max-queue connections would wait: those that answer a
         completion, this one included, less the max_num_seqs sequences that can run at once."""
-        num_waiting = len(self.server.busy) + 1 - self.server.engine.max_num_seqs
-        most = self.server.args.max_queue
+        max_num_seqs = self.server.engine.max_num_seqs
+        num_waiting = len(self.server.busy) + 1 - max_num_seqs
+        most = min(self.server.args.max_queue, MAX_BUSY - max_num_seqs)
         demand(
             num_waiting <= most,
             429,

@@ -41,7 +41,7 @@ X-Frame-Options: DENY
 JSON_TYPE = "application/json"
 EVENTS = "text/event-stream"
 HEAD_SECONDS = 10  # in which a client must send the head,
-BODY_RATE = 2**17  # and bytes a second: for a body it has as long as --max-body takes, in addition
+BODY_RATE = 2**17  # and bytes a second, for which its body has more time
 
 
 class Timed(socket.SocketIO):
@@ -111,7 +111,6 @@ class Exchange(BaseHTTPRequestHandler):
 
     def read_json(self) -> JSON:
         """Read the body, which must be a JSON object."""
-        self.timed.deadline += self.server.args.max_body / BODY_RATE
         demand(self.headers.get_content_type() == JSON_TYPE, 415, f"send Content-Type: {JSON_TYPE}")
         try:
             # NaN and Infinity are not JSON: int raises ValueError for them.
@@ -128,6 +127,7 @@ class Exchange(BaseHTTPRequestHandler):
             return self.read_chunks()
         demand(re.fullmatch("[0-9]{1,18}", framing), 411, "send a Content-Length, or chunks")
         self.check_size(int(framing))
+        self.timed.deadline += int(framing) / BODY_RATE
         return self.rfile.read(int(framing))
 
     def read_chunks(self) -> bytearray:
@@ -140,6 +140,7 @@ class Exchange(BaseHTTPRequestHandler):
             demand(re.match(rb"[0-9A-Fa-f]{1,8}\s*(;.*)?\r\n", line), 400, "a chunk has no size")
             size = int(line.partition(b";")[0], 16)
             self.check_size(len(data) + size)
+            self.timed.deadline += size / BODY_RATE
             data += self.rfile.read(size + 2)[:-2]
         return data
 

@@ -184,4 +184,4 @@ def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> i
 def ask() -> str:
     """Show "> ", and read a line; "" is the end of the input."""
     say("> ", end="")
-    return sys.stdin.readline()
+    return sys.stdin.readline() if sys.stdin else ""
