@@ -83,7 +83,8 @@ TOKENIZERS = {  # name -> tokenizer_config.json, other files, and the added text
     "no space in front": (WITH_X | {"add_prefix_space": False}, SLOW, "<|x|>"),
     "tokens that take in spaces": (
         LLAMA_CONFIG | added(LLAMA_SIZE, token("<|l|>", lstrip=True), R,
-            token("<|b|>", lstrip=True, rstrip=True)), SLOW, "<|l|>", "<|r|>", "<|b|>"),
+            token("<|b|>", lstrip=True, rstrip=True), token(" <|e|>", lstrip=True, rstrip=True)),
+        SLOW, "<|l|>", "<|r|>", "<|b|>", " <|e|>"),
     "a named token that takes in spaces": (
         NAMES | added(BEYOND, R) | {"pad_token": "<|r|>"}, FAST, "<|r|>"),
     "a named token that tokenizer.json adds as a word": (

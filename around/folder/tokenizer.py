@@ -262,6 +262,7 @@ class Tokenizer:
         eos = self.eos_id if config.get("add_eos_token") else None
         # 4) sentencepiece would encode the text "<s>" as three characters, so the added tokens are
         # found first. In reverse order "<|im_start|>" is tried before "<|im".
+        stripped = {text.strip(): i for text, i in id_of.items()}
         texts = sorted(filter(None, id_of), reverse=True)
         patterns = [pattern_of(added[id_of[text]]) for text in texts]
         pattern = re.compile(f"({'|'.join(patterns) or '(?!)'})")  # (?!) matches nothing
@@ -272,7 +273,7 @@ class Tokenizer:
             result = first.encode(start)
             for token, after in zip(parts[::2], parts[1::2]):
                 # The match may have spaces that a token with lstrip or rstrip takes in.
-                result.append(id_of[token if token in id_of else token.strip()])
+                result.append(id_of.get(token, stripped[token.strip()]))
                 result += later.encode(after)
             return [i for i in (bos, *result, eos) if i is not None] if add_special else result
 
@@ -316,7 +317,8 @@ def text_of(value: Any) -> Any:
 
 def pattern_of(token: JSON) -> str:
     """Return the regular expression that finds an added token in a text."""
-    before = r"\s*" if token.get("lstrip") else ""
+    # Spaces are matched from the first one on only: from each of 40,000, it would take a second.
+    before = r"(?:(?<!\s)\s+)?" if token.get("lstrip") else ""
     after = r"\s*" if token.get("rstrip") else ""
     text = re.escape(token["content"])
     if token.get("single_word"):
