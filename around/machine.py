@@ -76,7 +76,7 @@ def progress(items: Collection, label: str) -> Iterator[Any]:
 ROOT = Path("/")  # where /proc and /sys are; tests have another
 
 
-def group_limits(*files: str) -> Iterator[list[str]]:
+def cgroup_limits(*files: str) -> Iterator[list[str]]:
     """Yield the limits of this process's control group (version 2; systemd and Kubernetes have
     dropped version 1) and of all groups around it, which hold too.
 
@@ -114,7 +114,7 @@ def free_memory(device: torch.device) -> int:
     except (OSError, IndexError):  # no /proc, or an old one: all of the physical memory
         free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     # A control group's limit, its usage and what that consists of.
-    for limit, used, *stat in group_limits("memory.max", "memory.current", "memory.stat"):
+    for limit, used, *stat in cgroup_limits("memory.max", "memory.current", "memory.stat"):
         # The pattern finds inactive_file too. Both together are the cached files.
         cached = re.findall(r"active_file (\d+)", " ".join(stat))
         free.append(max(0, int(limit) - int(used) + sum(map(int, cached))))
@@ -153,7 +153,7 @@ def allowed_threads() -> int:
     still until the next one.
     """
     # The microseconds in a period that may be used, and those of the period.
-    found = group_limits("cpu.max")
+    found = cgroup_limits("cpu.max")
     return min([ALL_THREADS, *(max(1, int(quota) // int(period)) for quota, period in found)])
 
 
