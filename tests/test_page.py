@@ -18,6 +18,7 @@ from serving import ABORTED, CHAT, COMPLETIONS, Broken, Local, until
 from around.api.answers import Problem
 from around.api.front import Handler
 from around.folder import TextStream
+from sampling import Sequence
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 os.environ["SE_OFFLINE"] = "true"  # nothing may be downloaded
@@ -224,7 +225,9 @@ def test_conversation(page, local, slow, monkeypatch):
         page.set(max_tokens=300)  # fits beside the 600
         say("More.", event="#new")
         assert not page.all(".reply")
-        m.setattr(TextStream, "thought", BOLD, raising=False)
+        bold = property(lambda _: BOLD, lambda *_: None)
+        m.setattr(TextStream, "thought", bold, raising=False)
+        m.setattr(Sequence, "text", property(lambda seq: BOLD + seq.stream.text))
         page.set(max_tokens=5, system="")
         first = say("Why?")
         say("And?")
