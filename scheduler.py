@@ -277,11 +277,11 @@ class Engine:
         size = limits.block_size
         longest = limits.max_seq_len or self.config.max_position_embeddings
         num_blocks = limits.num_blocks or self.max_num_seqs * -(-longest // size)
-        self.pool = BlockPool(num_blocks, size)
         # A sequence's last token is sampled and never run, so it needs no slot.
         self.max_seq_len = min(longest, num_blocks * size + 1)
         shape = (num_blocks, size, limits.kv_dtype)
-        self.runner = runner(model, *shape)
+        self.runner = runner(model, *shape)  # raises an error if there is no memory
+        self.pool = BlockPool(num_blocks, size)
         self.proposer.runners = tuple(Runner(each, *shape) for each in self.proposer.models)
         self.running: list[EngineSequence] = []
         self.waiting: list[EngineSequence] = []

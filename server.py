@@ -38,7 +38,7 @@ class Server:
 
     Attributes:
         listener: the socket in which clients queue until front.listen accepts them.
-        busy: the connections that are answering a completion. A connection leaves this set when it
+        busy: the connections that read or answer a completion. A connection leaves this set when it
             has answered, and when its client has left. After a signal, listen() waits for those in
             it.
         inbox: what drive() calls next, functions without arguments; None ends it.

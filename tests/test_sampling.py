@@ -588,13 +588,14 @@ def test_stop_strings():
     for marks, ids, stop, thought, shown in (
         ("<>", b" <Ab>a<b", "b", "Ab", "a<"), ("<>", b" A<b", "b", "", " A<"),
         ("", b"<b>", "b", "", "<"), (">", b"Ab<b>a<b", "b", "Ab<b", "a<"),
-        (">", b"Ab>a>a", ">a", "Ab", "a"), ("<>", b"<Ab>>a", ">a", "Ab", ""),
+        (">", b"Ab>a>a", ">a", "Ab", "a"), ("<>", b"<>  a b", " ", "", "  a"),
+        (">", b">  a b", " ", "", "  a"), ("<>", b"<Ab>>a", ">a", "Ab", ""),
         ("<>", b"a>b", "b", "", "a>"), ("<>", b">b>", "b", "", ">"),
         ("<>", b"<Ab>a<b", "<", "Ab", "a"), ("<>", b"<b>  a b", " ", "b", "  a"),
         ("<>", b"  a b", " ", "", "  a"), ("", b"  a b", " ", "", ""),
     ):  # fmt: skip
         sequence = start([1], ASCII, stop=stop, max_tokens=12)
-        sequence.stream.marks = [*marks.encode()]
+        sequence.stream.marks = [*marks.encode(), -1] if marks else []
         feed(sequence, ids)
         assert (sequence.stream.thought, sequence.text) == (thought, shown), (marks, ids)
         assert sequence.finish_reason == "stop"

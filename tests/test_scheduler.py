@@ -25,6 +25,7 @@ from tiny import DRAFTS, MODEL, SLIDING, WORDS, random_model
 from torch.profiler import profile
 from ways import changed, plain, split
 
+import scheduler
 from around import machine
 from around.fast import attending, packed
 from around.fast.attending import attend_fast, attend_to_prompt
@@ -285,6 +286,9 @@ def test_kv_memory(monkeypatch):
     for blocks, most in ((10, 10), (10.9, 10), (1000, 24)):
         assert fitting(kv_memory=blocks * block, max_seq_len=22) == most
     assert sum(kv.nbytes for kv in engine(num_blocks=10).runner.kv) == 10 * 2 * layer
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="no memory"):
+        patch.setattr(scheduler, "BlockPool", None)  # a list of so many blocks takes seconds
+        engine(num_blocks=2**24, block_size=2**12)
     both = block + layer // 2  # the small draft has one layer, and half the head dim
     for memory_of, most in ((8 * both, 8), (9 * both - 1, 8)):
         assert fitting(DraftModel(DRAFTS["small"], 1, 32), kv_memory=memory_of) == most

@@ -377,6 +377,8 @@ THOUGHTS = [  # before the reply, the reply, what of it was thought, what is sai
     ("", "\n<think>Hm</think>Yes", "Hm", "Yes"), ("", " ", "", " "),
     # What follows are stop strings. White space behind a thought is none, nor is a mark or its end.
     ("<think>", "\nHm.\n</think>\n\nYes.\nNo.", "\nHm.\n", "\n\nYes.", "\n", "\n\n"),
+    ("", "<think></think>\nYes.\nNo.", "", "\nYes.", "\n"),
+    ("<think>\n", "</think>\n\nYes.\n\nNo.", "", "\n\nYes.", "\n\n"),
     ("", "<think>No.</think>Yes. No.", "No.", "Yes. ", "No", "think", ">Y"),
     ("", "Yes <think>no</think>No.", "", "Yes <think>no", "</think>"),
     ("", "\n\nYes.\nNo.", "", "\n\nYes.", "\n"),
@@ -416,7 +418,7 @@ def test_thoughts(local, monkeypatch):
         chat = [{"role": "user", "content": "<think>"}, {"role": "assistant", "content": text}]
         body = {"messages": chat, "continue_final_message": True}
         completion = local.server.api.prepare(body, True)
-        assert all(c.seq.stream.marks == [5, 6][thinks:] for c in completion.choices), text
+        assert all(c.seq.stream.marks == [5, 6, -1][thinks:] for c in completion.choices), text
     for before, made, thought, said, *more in THOUGHTS:
         more = {"stop": more}
         # What follows keeps the line break at its end.
@@ -857,7 +859,8 @@ def test_queue(local, monkeypatch):
     local.server.inbox.put(go_on.wait)  # so the engine gets nothing yet
     fields = {"prompt": "a", "max_tokens": 250, "ignore_eos": True}
     try:
-        clients = [local.begin(fields) for _ in range(10)]
+        clients = [local.begin(fields) for _ in range(9)]
+        clients.append(connect(local, post()[:-1]))  # still in its body
         clients.append(local.begin({**fields, "prompt": ["a", "b"]}))
         until(lambda: len(local.server.busy) == 11)  # 8 may run at once, and 3 wait
         for _ in range(3):
@@ -875,7 +878,7 @@ def test_queue(local, monkeypatch):
         local.post(CHAT, {"messages": HI}).fails(429)
     finally:
         go_on.set()
-    gauges = until(lambda: (m := local.metrics())["num_requests_waiting"] == 4 and m)
+    gauges = until(lambda: (m := local.metrics())["num_requests_waiting"] == 3 and m)
     assert gauges["num_requests_running"] == 8 and 0 < gauges["kv_cache_usage_perc"] <= 1
     for client in clients:
         client.close()
@@ -1030,14 +1033,20 @@ def test_slow_clients(make_local, monkeypatch, capfd):
 def test_clients_that_say_no_more(local, capfd, monkeypatch):
     """Close connections at many points of a request. Catches: an error printed for a client that
     has left; a request that runs on where a client closes its sending half, as `nc -N` does; a
-    connection left without a timeout; a server that stops and does not wait for a client between
-    its check and its entry."""
+    connection left without a timeout, or read beyond it as long as bytes come; a server that stops
+    and does not wait for a client between its check and its entry."""
     near, far = socket.socketpair()
     with near, far:
         Handler.check_client(SimpleNamespace(connection=near, timeout=9))
         assert near.gettimeout() == 9
+        timed = http1.Timed(near, "r")
+        timed.deadline = time.monotonic()
+        far.sendall(b"a")  # in time for a read, and too late for all of them
+        with pytest.raises(TimeoutError):
+            timed.read(1)
     waits = []
-    until(lambda: not local.server.busy)
+    until(lambda: not num_served())
+    capfd.readouterr()
     with monkeypatch.context() as patch:
         watch = lambda check: waits.append((check[1], len(local.server.busy)))  # noqa: E731
         patch.setattr(front, "demand", lambda *check: watch(check) or demand(*check))

@@ -277,4 +277,4 @@ def mark_thoughts(tokenizer: Tokenizer, seqs: list[EngineSequence], fields: JSON
             tail = tokenizer.decode(seqs[0].ids[-16:], show_special=True).rstrip()[-len(begin) :]
         is_open = tail.lstrip().startswith(begin) and end not in tail
         for seq in seqs:
-            seq.stream.marks = marks[is_open:]
+            seq.stream.marks = [*marks[is_open:], -1]

@@ -31,7 +31,7 @@ from around.machine import Ranks, say
 from around.settings import JSON, EngineArgs, SamplingParams, setting
 
 MAX_THREADS = 1028  # 1,024 connections, and main, listen, watch and threads.keep_pool
-MAX_BUSY = 960  # connections that wait for a completion; the others are for /health and the like
+MAX_BUSY = 960  # connections with a completion; the others are for /health and the like
 PAGE = Path(__file__).with_name("page.html")
 
 
@@ -238,7 +238,6 @@ class Handler(Exchange):
     def complete(self, chat: bool) -> None:
         """Answer a completion, whole or streamed."""
         server = self.server
-        body = self.read_json()
         # This check comes before joining `busy`, so a refused connection is never counted, and two
         # that arrive together for the last place do not refuse each other. As nothing locks the
         # check and the joining together, both may get in: the queue is then too long by those that
@@ -248,7 +247,7 @@ class Handler(Exchange):
         # nobody busy between the two, and end without waiting for this completion.
         server.busy.add(self)
         demand(not server.stopping, 503, "the server is stopping")
-        completion = server.api.prepare(body, chat)
+        completion = server.api.prepare(self.read_json(), chat)
         self.summary = completion.summary
         self.stream = completion.stream
         self.news = Event()  # set when there may be something to send; see Server.wake
@@ -298,8 +297,8 @@ class Handler(Exchange):
             demand(is_right, 401, "the API key is missing or wrong", None, "invalid_api_key")
 
     def check_queue(self) -> None:
-        """Raise a Problem if more than --max-queue connections would wait: those that answer a
-        completion, this one included, less the max_num_seqs sequences that can run at once."""
+        """Raise a Problem if more than --max-queue connections would wait: those that read or
+        answer a completion, this one included, less the max_num_seqs sequences that run at once."""
         max_num_seqs = self.server.engine.max_num_seqs
         num_waiting = len(self.server.busy) + 1 - max_num_seqs
         most = min(self.server.args.max_queue, MAX_BUSY - max_num_seqs)

@@ -123,8 +123,8 @@ def tools_of(fields: JSON, form: Form | None) -> Tools:
 
 def restrict(fields: JSON, tools: Tools) -> None:
     """If `tool_choice` requires a call, set `structured_outputs` in `fields` to a grammar that
-    allows nothing but calls, whatever structure is asked for. If it does not, a structure forbids
-    calls. vLLM does the same.
+    allows nothing but calls, whatever structure is asked for. If it does not, a structure decides
+    what can be written. vLLM does the same.
 
     Raises:
         SettingError: the choice is unknown, or names a function that is not in `tools`.

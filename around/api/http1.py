@@ -46,12 +46,15 @@ BODY_RATE = 2**17  # and bytes a second, for which its body has more time
 
 class Timed(socket.SocketIO):
     """What a client sends until `deadline`, on time.monotonic's clock. The socket's own timeout
-    holds for each read: a client that sends a byte now and then would keep its thread."""
+    holds for each read: a client that sends byte after byte would keep its thread."""
 
     deadline: float
 
     def readinto(self, buffer: Any) -> int | None:
-        self._sock.settimeout(max(1e-3, self.deadline - time.monotonic()))  # type: ignore
+        seconds = self.deadline - time.monotonic()
+        if seconds <= 0:
+            raise TimeoutError("timed out")
+        self._sock.settimeout(seconds)  # type: ignore
         return super().readinto(buffer)
 
 

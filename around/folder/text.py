@@ -60,8 +60,8 @@ class TextStream:
         text: what may be shown, so it never shrinks. The end of what is decoded is held back while
             it may be part of a stop string or half a character.
         thought: what stands between the marks. Stop strings do not count there.
-        marks: the ids that begin and end the thought, as far as they are still to come. The server
-            sets them. Once the text has begun, a mark is a part of it.
+        marks: the ids that begin and end the thought, and -1 for the text behind it, as far as they
+            are still to come. The server sets them. Within the text, a mark is a part of it.
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Ids, stops: tuple) -> None:
@@ -93,14 +93,14 @@ class TextStream:
             del self.marks[0]
             self._held = ""
             return new, False
-        if len(self.marks) == 1:
+        if len(self.marks) == 2:
             self.thought += new
             return new, False
         # 2) The text. In a model that thinks, the white space before it is no stop string.
         pending = self._held + new
         if pending.strip() or last:
             self.marks = []
-        elif self.marks or (self.thought and not self.text):
+        elif self.marks:
             self._held = pending
             return new, False
         # A stop string counts if it ends after this many characters. One that ended in what was
