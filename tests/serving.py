@@ -40,10 +40,10 @@ os.environ["NO_PROXY"] = "127.0.0.1"  # openai's client would ask a proxy of the
 TOKENIZER = Tokenizer(SHAKESPEARE)
 
 
-def think_by(monkeypatch: Any, tokenizer: Tokenizer, begin: str, end: str) -> Any:
+def think_by(monkeypatch: Any, tokenizer: Tokenizer, begin: str, end: str, first: int = 5) -> Any:
     """Let two tokens of the bundled tokenizer be the marks of a thought. Return a function from a
     text to its ids: one for each mark, and one for each other byte."""
-    marks = {5: begin.encode(), 6: end.encode()}
+    marks = {first: begin.encode(), first + 1: end.encode()}
     encode, bytes_of = tokenizer.encode, tokenizer.bytes_of
 
     def encode_marks(text: str, *args: Any, **options: Any) -> list[int]:

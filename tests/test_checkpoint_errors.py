@@ -327,10 +327,15 @@ def test_files_are_opened_a_few_times(valid, monkeypatch):
     opened = []
     opening = weights.safe_open
     monkeypatch.setattr(weights, "safe_open", lambda *a: opened.append(a) or opening(*a))
-    model = load_model(valid)
-    assert len(opened) == 2  # for the header, and for the 16 MB in which all tensors stand
-    assert str(valid) not in Path("/proc/self/maps").read_text()
-    runs(model)
+    size = (valid / WEIGHTS).stat().st_size
+    # For the header, and for each piece: the 16 MB in which all tensors stand, or a third.
+    for piece, counts in ((weights.PIECE, (2,)), (size // 3, (4, 5))):
+        monkeypatch.setattr(weights, "PIECE", piece)
+        opened.clear()
+        model = load_model(valid)
+        assert len(opened) in counts
+        assert str(valid) not in Path("/proc/self/maps").read_text()
+        runs(model)
 
 
 def test_shards(folder):

@@ -518,7 +518,7 @@ class Bytes(Chars):
         return bytes([token_id])
 
 
-ASCII, SENTENCES = Chars(*map(chr, range(128))), Tokenizer(SHAKESPEARE)
+ASCII, SENTENCES = Chars(*map(chr, range(128)), "  a", "  a b"), Tokenizer(SHAKESPEARE)
 LETTERS = Chars("", "a", "b", "c", "ab", "ba", "aa", "abc", "bab", "ca")
 
 
@@ -589,7 +589,9 @@ def test_stop_strings():
         ("<>", b" <Ab>a<b", "b", "Ab", "a<"), ("<>", b" A<b", "b", "", " A<"),
         ("", b"<b>", "b", "", "<"), (">", b"Ab<b>a<b", "b", "Ab<b", "a<"),
         (">", b"Ab>a>a", ">a", "Ab", "a"), ("<>", b"<>  a b", " ", "", "  a"),
-        (">", b">  a b", " ", "", "  a"), ("<>", b"<Ab>>a", ">a", "Ab", ""),
+        (">", b">  a b", " ", "", "  a"), (">", [62, 128, 32], " ", "", "  a"),
+        (">", [62, 129], " ", "", "  a"), ("<>", [32, 128, 32, 32], "  ", "", "   a"),
+        ("<>", b"<Ab>>a", ">a", "Ab", ""),
         ("<>", b"a>b", "b", "", "a>"), ("<>", b">b>", "b", "", ">"),
         ("<>", b"<Ab>a<b", "<", "Ab", "a"), ("<>", b"<b>  a b", " ", "b", "  a"),
         ("<>", b"  a b", " ", "", "  a"), ("", b"  a b", " ", "", ""),

@@ -402,6 +402,7 @@ def test_thoughts(local, monkeypatch):
         assert not any(choice.seq.stream.marks for choice in plain.choices)
     monkeypatch.undo()
     ids_of = think_by(monkeypatch, tokenizer, "<think>", "</think>")
+    think_by(monkeypatch, tokenizer, "[THINK]", "[/THINK]", 7)  # the first pair counts
     monkeypatch.setattr(tokenizer, "chat_stop", ())
 
     def messages(key="message", **more):
@@ -852,7 +853,8 @@ def test_more_clients_than_threads(local, monkeypatch, capfd):
 def test_queue(local, monkeypatch):
     """Fill the queue, and check which requests get a 429 and what the metrics say. Catches: a queue
     without a bound; a full one that stays full; a refused client that counts until it leaves; a
-    body checked before it is refused; a request counted only once the engine has it."""
+    body checked before it is refused; a request counted only once its body has been read, or the
+    engine has it; no connection left for /health."""
     until(lambda: not local.server.busy)
     monkeypatch.setitem(vars(local.args), "max_queue", 3)
     go_on = threading.Event()
@@ -866,7 +868,7 @@ def test_queue(local, monkeypatch):
         for _ in range(3):
             clients.append(connect(local, post({"temperature": "hot"})))  # and stays
             (answer,) = parse(receive(clients[-1]))
-            assert re.search(r"\b4\b.*\b3\b", answer.fails(429))
+            assert re.search(r"\b12\b.*\b11\b", answer.fails(429))
             assert answer.headers["Retry-After"] == "1"
         clients.pop(0).close()
         until(lambda: len(local.server.busy) == 10)
@@ -986,8 +988,8 @@ def test_errors_at_the_start(capfd, tmp_path, monkeypatch):
 
 def test_slow_clients(make_local, monkeypatch, capfd):
     """Send a request byte by byte, read a stream late, and send or read nothing more. Catches: a
-    slow client that holds up the others, or loses its text; clients that send nothing more, or read
-    nothing of their streams, kept for ever."""
+    slow client that holds up the others, or loses its text; a body that has no more time than a
+    head; clients that send nothing more, or read nothing of their streams, kept for ever."""
     local, head = make_local(), post(head=EXPECT).removesuffix(DATA)
     local.server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     with connect(local, b"") as slow:
@@ -1003,6 +1005,14 @@ def test_slow_clients(make_local, monkeypatch, capfd):
         local.works()
         until(lambda: not local.engine.queue)
         assert said(*parse(receive(late))) == alone(**fields)[0].text
+    for data in (post(), post(CHUNKS, CHUNKED)):
+        with monkeypatch.context() as patch:
+            patch.setattr(http1, "HEAD_SECONDS", 0.5)
+            patch.setattr(http1, "BODY_RATE", 10)  # so a body has several seconds more
+            with connect(local, data[:-1]) as slow:
+                time.sleep(1)
+                slow.sendall(data[-1:])
+                assert parse(receive(slow))[0].status == 200
     local.settle()
     capfd.readouterr()
     monkeypatch.setattr(front.Handler, "timeout", 0.5)

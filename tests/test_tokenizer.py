@@ -167,7 +167,8 @@ def test_the_reference(kind, kinds):
 
 def added(first, *tokens):
     """Return a tokenizer_config.json with tokens added from an id on."""
-    tokens = {str(first + i): {"content": t, "special": True} for i, t in enumerate(tokens)}
+    tokens = [{"content": each} if isinstance(each, str) else each for each in tokens]
+    tokens = {str(first + i): {"special": True} | each for i, each in enumerate(tokens)}
     return NAMES | {"added_tokens_decoder": tokens}
 
 
@@ -175,7 +176,7 @@ def test_added_tokens(tmp_path):
     """Encode and decode texts with added tokens of several kinds. Catches: "<|im" found inside
     "<|im_start|>"; ids beyond tokenizer.model that crash decoding; an ordinary piece of it shown
     though it is special; "<|a|>" as a regular expression; an added word not recognised; a mark of
-    calls or of a thought without text."""
+    calls or of a thought without text; a time that grows with the square of the spaces."""
     tokens = ("<|im", "<|im_start|>", "<|im_st")
     llama = read(tmp_path / "a", added(LLAMA_SIZE, *tokens), **BARE["llama"])
     for ours in (llama, read(tmp_path / "b", {}, tokenizer_json=byte_level(*tokens).to_str())):
@@ -195,6 +196,11 @@ def test_added_tokens(tmp_path):
     ours = read(tmp_path, added(i, "<|im_end|>"), tokenizer_model=model)
     ids = ours.encode("the cat<|im_end|>")
     assert ids[-1] == i and ours.decode(ids) == "the cat"
+    # Of the spaces in front of a token, one search is enough: 40,000 took a second.
+    ours = read(tmp_path, added(LLAMA_SIZE, dict(content="<|l|>", lstrip=True)), **BARE["llama"])
+    start = time.thread_time()
+    ours.encode(" " * 40_000)
+    assert time.thread_time() - start < 0.3
 
 
 def test_bos_and_eos(tmp_path):
@@ -525,6 +531,11 @@ def test_chat_templates(tmp_path):
     own; a user's words rendered as a template."""
     ours = chatter(tmp_path / "file", "old", **{"chat_template.jinja": "n\u00e9w"})
     assert ours.decode(ours.encode_chat(CHATS[0])) == "n\u00e9w"
+    file = tmp_path / "file" / "chat_template.jinja"
+    file.unlink()
+    file.symlink_to("lost")
+    with pytest.raises(InputError, match="No such file"):
+        Tokenizer(tmp_path / "file")
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     assert chatter(tmp_path / "two", named).template == "d"
     for lacking in ([], "", None):

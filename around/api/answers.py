@@ -278,3 +278,4 @@ def mark_thoughts(tokenizer: Tokenizer, seqs: list[EngineSequence], fields: JSON
         is_open = tail.lstrip().startswith(begin) and end not in tail
         for seq in seqs:
             seq.stream.marks = [*marks[is_open:], -1]
+        return

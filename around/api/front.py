@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread, active_count, stack_size
 from typing import Any
+from urllib.parse import unquote
 
 from around import settings
 from around.api.answers import Problem, demand
@@ -210,7 +211,8 @@ class Handler(Exchange):
     def route(self) -> None:
         """Check the head of the request, and call the function that answers it."""
         self.check_host()
-        asked = self.asked.replace(f"/v1/models/{self.server.api.name}", "/v1/models/THE NAME")
+        model = f"GET /v1/models/{self.server.api.name}"
+        asked = THE_MODEL if unquote(self.asked) == model else self.asked
         demand(
             asked in ROUTES,
             404,
@@ -297,19 +299,19 @@ class Handler(Exchange):
             demand(is_right, 401, "the API key is missing or wrong", None, "invalid_api_key")
 
     def check_queue(self) -> None:
-        """Raise a Problem if more than --max-queue connections would wait: those that read or
-        answer a completion, this one included, less the max_num_seqs sequences that run at once."""
-        max_num_seqs = self.server.engine.max_num_seqs
-        num_waiting = len(self.server.busy) + 1 - max_num_seqs
-        most = min(self.server.args.max_queue, MAX_BUSY - max_num_seqs)
+        """Raise a Problem if this would be one connection too many that reads or answers a
+        completion: beside max_num_seqs, as many as can run at once, --max-queue may wait."""
+        num_busy = len(self.server.busy) + 1
+        most = min(self.server.engine.max_num_seqs + self.server.args.max_queue, MAX_BUSY)
         demand(
-            num_waiting <= most,
+            num_busy <= most,
             429,
-            f"the server is busy: {num_waiting} requests would wait, and {most} may: try again in "
-            "a moment",
+            f"the server is busy: {num_busy} requests would run or wait, and {most} may: try again "
+            "in a moment",
         )
 
 
+THE_MODEL = "GET /v1/models/THE NAME"  # no client can ask for a path with a space
 ROUTES = {
     "GET /": lambda c: c.send(PAGE.read_text("utf-8"), content_type="text/html"),
     "GET /version": Handler.send_health,
@@ -319,7 +321,7 @@ ROUTES = {
     ),
     "GET /engine": Handler.send_snapshot,
     "GET /v1/models": lambda c: c.send({"object": "list", "data": [c.server.api.model]}),
-    "GET /v1/models/THE NAME": lambda c: c.send(c.server.api.model),
+    THE_MODEL: lambda c: c.send(c.server.api.model),
     "POST /v1/completions": lambda c: c.complete(chat=False),
     "POST /v1/chat/completions": lambda c: c.complete(chat=True),
 }

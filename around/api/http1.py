@@ -22,7 +22,6 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from io import BufferedReader, BytesIO
 from typing import Any
-from urllib.parse import unquote
 
 from around.api.answers import Problem, demand
 from around.settings import JSON, blame, check
@@ -40,8 +39,8 @@ X-Frame-Options: DENY
 """
 JSON_TYPE = "application/json"
 EVENTS = "text/event-stream"
-HEAD_SECONDS = 10  # in which a client must send the head,
-BODY_RATE = 2**17  # and bytes a second, for which its body has more time
+HEAD_SECONDS = 10  # in which a client must send the head
+BODY_RATE = 2**17  # for so many bytes of its body, it has one second more
 
 
 class Timed(socket.SocketIO):
@@ -106,7 +105,7 @@ class Exchange(BaseHTTPRequestHandler):
         demand(self.parse_request(), 400, "this is no HTTP/1 request, or has over 100 headers")
         self.rfile = reader
         # Proxies may ask for a whole URL.
-        path = unquote(re.sub("^https?://[^/]*", "", self.path).partition("?")[0])
+        path = re.sub("^https?://[^/]*", "", self.path).partition("?")[0]
         self.asked = f"{self.command} {path}"
 
     def send_error(self, *args: Any) -> None:

@@ -60,7 +60,7 @@ FAMILIES: dict[str, JSON] = dict(
 #   norm_offset    is added to the weights of norms
 #   root_of_width  whether embeddings are multiplied by the root of D
 #   partial_rope   whether rope may rotate a part of each head only
-# PLAIN is what a family does that sets nothing else.
+# PLAIN is what a family does where FIXED does not say otherwise.
 PLAIN = dict(gelu=False, qk_norm=False, wide_qk_norm=False, pre_norm=True, post_norm=False,
     norm_offset=0.0, root_of_width=False, partial_rope=False)  # fmt: skip
 # Most families do not read use_sliding_window and max_window_layers, so NO_WINDOWS or ALL_WINDOWS
@@ -84,7 +84,7 @@ FIXED: dict[str, JSON] = dict(
 PARTICULAR = dict(embedding_multiplier=float, attention_multiplier=float, residual_multiplier=float,
     logits_scaling=float, query_pre_attn_scalar=float, rope_local_base_freq=float,
     sliding_window_pattern=int, no_rope_layers=list, attn_logit_softcapping=float | None,
-    final_logit_softcapping=float | None)  # fmt: skip
+    final_logit_softcapping=float | None, qkv_bias=bool, o_bias=bool)  # fmt: skip
 # Settings that must have this value, or be left out. Shared experts need no check here, because
 # models that have them have other model types.
 ONLY: JSON = dict(hidden_act="silu", hidden_activation="gelu_pytorch_tanh", scoring_func="softmax",

@@ -88,7 +88,7 @@ class TextStream:
             follows, the text is "xac"; if "ab" follows, it ends with "xa", before the stop string.
         """
         new = self._detokenizer.push(token_id, last)
-        # 1) The thought. A mark is not shown, nor is white space before it.
+        # 1) The thought. Its marks are not shown, nor is white space before the first one.
         if token_id in self.marks[:1]:
             del self.marks[0]
             self._held = ""
@@ -98,14 +98,16 @@ class TextStream:
             return new, False
         # 2) The text. In a model that thinks, the white space before it is no stop string.
         pending = self._held + new
-        if pending.strip() or last:
-            self.marks = []
-        elif self.marks:
-            self._held = pending
-            return new, False
         # A stop string counts if it ends after this many characters. One that ended in what was
         # held came too early (see can_stop), and was held only because a longer one may contain it.
         early = len(self._held) if can_stop else len(pending)
+        if self.marks:
+            num_spaces = len(pending) - len(pending.lstrip())
+            if num_spaces == len(pending) and not last:
+                self._held = pending
+                return new, False
+            early = max(early, num_spaces)
+            self.marks = []
         found = []  # where a stop string stands
         begun = []  # where one may have begun
         for stop in self._stops:

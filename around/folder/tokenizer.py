@@ -5,6 +5,7 @@ sentencepiece; both are the reference implementations of their formats (Kudo & R
 arXiv:1808.06226). Of the model, this file knows only the config. Read: Tokenizer.
 """
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -191,7 +192,7 @@ class Tokenizer:
         backend.add_tokens([tokenizers.AddedToken(**token) for token in known.values()])
         vocab = backend.get_vocab()
         for i, token in added.items():  # the files must agree on its id
-            supported(f"the id of {token['content']}", i, vocab[token["content"]])
+            supported(f"the id of {token['content']}", i, vocab.get(token["content"]))
         self.special = {
             token.content: i
             for i, token in backend.get_added_tokens_decoder().items()
@@ -262,7 +263,7 @@ class Tokenizer:
         eos = self.eos_id if config.get("add_eos_token") else None
         # 4) sentencepiece would encode the text "<s>" as three characters, so the added tokens are
         # found first. In reverse order "<|im_start|>" is tried before "<|im".
-        stripped = {text.strip(): i for text, i in id_of.items()}
+        found = {text.strip(): i for text, i in id_of.items()} | id_of
         texts = sorted(filter(None, id_of), reverse=True)
         patterns = [pattern_of(added[id_of[text]]) for text in texts]
         pattern = re.compile(f"({'|'.join(patterns) or '(?!)'})")  # (?!) matches nothing
@@ -273,7 +274,7 @@ class Tokenizer:
             result = first.encode(start)
             for token, after in zip(parts[::2], parts[1::2]):
                 # The match may have spaces that a token with lstrip or rstrip takes in.
-                result.append(id_of.get(token, stripped[token.strip()]))
+                result.append(found.get(token, found[token.strip()]))
                 result += later.encode(after)
             return [i for i in (bos, *result, eos) if i is not None] if add_special else result
 
@@ -282,7 +283,9 @@ class Tokenizer:
     def _read_templates(self, path: Path) -> dict[str, str]:
         """Return the chat templates by their names. A single one is named "default"."""
         file = path / "chat_template.jinja"
-        found = file.read_text("utf-8") if file.is_file() else self.config.get("chat_template", [])
+        # A link to nowhere is an error, as in read_optional.
+        is_there = os.path.lexists(file)
+        found = file.read_text("utf-8") if is_there else self.config.get("chat_template", [])
         if isinstance(found, str) and found:
             found = [{"name": "default", "template": found}]
         templates = {entry["name"]: entry["template"] for entry in found}

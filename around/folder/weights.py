@@ -50,6 +50,7 @@ class Stored(NamedTuple):
 
 # What the files of a folder hold: this engine's name of a parameter -> the stored tensor.
 Files = dict[str, Stored]
+PIECE = 2**24  # bytes of a file that are read through one mapping; see locate_tensors
 
 
 def load_model(
@@ -62,8 +63,8 @@ def load_model(
 
     The model is first built on the meta device, which takes no memory, and the name, shape and
     dtype of each tensor are checked against the headers of the files. Then one tensor after another
-    is copied out of the mapped files, so the peak memory is the weights plus one tensor. Nothing is
-    unpickled.
+    is copied out of the mapped files, so the peak memory is the weights plus one tensor, or a PIECE
+    of small ones. Nothing is unpickled.
 
     The integers and zero points of quantised folders are kept exactly. So are the scales, unless a
     number is folded into them. Folders of this engine, of GPTQ (4 and 8 bits) and of AWQ can be
@@ -123,7 +124,7 @@ def load_model(
         if tied:
             model.lm_head.weight = model.embed_tokens.weight
         tensors = dict(named_tensors(model))
-        # In the files' order, see locate_tensors.
+        # In the order of `files`, see locate_tensors.
         for name, stored in progress(files.items(), f"loading {path.name}"):
             tensors[name].copy_(stored.read())
     return model
@@ -221,8 +222,8 @@ def locate_tensors(path: Path) -> Files:
     # The shard of each tensor; {}: all are in one file.
     places = {} if (path / whole).exists() else read_index(path)
     files: Files = {}
-    # A file is mapped anew for each piece of 16 MB, as the pages that were read are free when a
-    # mapping is dropped: one for all tensors would double the resident memory. One for each tensor
+    # A file is mapped anew for each PIECE, as the pages that were read are free when a mapping is
+    # dropped: one for all tensors would double the resident memory. One for each tensor
     # would take minutes, as the whole header is parsed each time: files of experts hold 10,000.
     opened = lru_cache(1)(lambda file, piece: safe_open(file, "pt"))
     for shard in sorted({*places.values()}) or [whole]:
@@ -241,7 +242,7 @@ def locate_tensors(path: Path) -> Files:
                     empty = reader.get_tensor(name).to("meta")  # maps the file, reads none of it
                     ours = engine_name(name)
                     if ours:
-                        at = (opened, file, size >> 24, name)
+                        at = (opened, file, size // PIECE, name)
                         files[ours] = Stored(empty, partial(read_tensor, *at))
                         size += empty.nbytes
     return files
@@ -255,10 +256,11 @@ def read_index(path: Path) -> dict[str, str]:
             f"{path}: there is no model.safetensors, and no {file.name} that says which shards to "
             "read; convert .bin and .pth files"
         )
+    index = read_json(file)
     with blame(f"{file}{AGAIN}"):
         # A shard may be in a folder below. No path leads out of the folder: "///../a" becomes "/a",
         # and so does "////a". (Of two slashes at the beginning, normpath would keep both.)
-        places = read_json(file)["weight_map"]
+        places = index["weight_map"]
         return {name: os.path.normpath(f"///{shard}")[1:] for name, shard in places.items()}
 
 
