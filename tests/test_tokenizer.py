@@ -281,6 +281,11 @@ def test_which_file_and_damaged_ones(kinds, tmp_path, monkeypatch):
     both = write(tmp_path, NAMES, tokenizer_json=GPT, tokenizer_model=LLAMA)
     gpt, folder = kinds["gpt"]
     assert Tokenizer(both).encode("the cat") == gpt.encode("the cat")
+    (both / "tokenizer.json").rename(tmp_path / "tokenizer.json.0")
+    (both / "tokenizer.json").symlink_to("lost")
+    with pytest.raises(InputError, match=r"tokenizer\.json"):
+        Tokenizer(both)
+    (tmp_path / "tokenizer.json.0").rename(both / "tokenizer.json")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     for each in (folder, both):
         with pytest.raises(InputError, match="pip install"):

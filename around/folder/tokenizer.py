@@ -59,7 +59,9 @@ class Tokenizer:
             self.config = config = {name: text_of(value) for name, value in config.items()}
             named = special_texts(config)
             added = {int(i): token for i, token in raw.items()}
-            read = self._read_fast if (path / "tokenizer.json").is_file() else self._read_slow
+            # A link to nowhere is an error, as in read_optional.
+            is_fast = os.path.lexists(path / "tokenizer.json")
+            read = self._read_fast if is_fast else self._read_slow
             read(path, added, named)
             # The marks of function calls and thoughts are shown, as both are found in the text.
             marks = r"tool_call>|think>|THINK\]"
@@ -283,7 +285,6 @@ class Tokenizer:
     def _read_templates(self, path: Path) -> dict[str, str]:
         """Return the chat templates by their names. A single one is named "default"."""
         file = path / "chat_template.jinja"
-        # A link to nowhere is an error, as in read_optional.
         is_there = os.path.lexists(file)
         found = file.read_text("utf-8") if is_there else self.config.get("chat_template", [])
         if isinstance(found, str) and found:

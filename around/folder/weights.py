@@ -223,9 +223,13 @@ def locate_tensors(path: Path) -> Files:
     places = {} if (path / whole).exists() else read_index(path)
     files: Files = {}
     # A file is mapped anew for each PIECE, as the pages that were read are free when a mapping is
-    # dropped: one for all tensors would double the resident memory. One for each tensor
-    # would take minutes, as the whole header is parsed each time: files of experts hold 10,000.
+    # dropped: one for all tensors would double the resident memory. One for each tensor would take
+    # minutes, as the whole header is parsed each time: files of experts hold 10,000.
     opened = lru_cache(1)(lambda file, piece: safe_open(file, "pt"))
+
+    def read(file: Path, piece: int, name: str) -> Tensor:
+        return opened(file, piece).get_tensor(name)
+
     for shard in sorted({*places.values()}) or [whole]:
         file = path / shard
         with (
@@ -242,8 +246,7 @@ def locate_tensors(path: Path) -> Files:
                     empty = reader.get_tensor(name).to("meta")  # maps the file, reads none of it
                     ours = engine_name(name)
                     if ours:
-                        at = (opened, file, size // PIECE, name)
-                        files[ours] = Stored(empty, partial(read_tensor, *at))
+                        files[ours] = Stored(empty, partial(read, file, size // PIECE, name))
                         size += empty.nbytes
     return files
 
@@ -262,11 +265,6 @@ def read_index(path: Path) -> dict[str, str]:
         # and so does "////a". (Of two slashes at the beginning, normpath would keep both.)
         places = index["weight_map"]
         return {name: os.path.normpath(f"///{shard}")[1:] for name, shard in places.items()}
-
-
-def read_tensor(opened: Callable, file: Path, piece: int, name: str) -> Tensor:
-    """Map a tensor, by what `opened` returns for its file and piece; see locate_tensors."""
-    return opened(file, piece).get_tensor(name)
 
 
 # Words in the names of Mixtral, GPTQ or AWQ -> this engine's words.
