@@ -73,7 +73,8 @@ def edit(folder, **changes):
 
 def refused(folder, *words, **changes):
     """Load, with these changes of config.json, expecting an InputError with all the words, in
-    one line unless it lists tensors. Less the folder's path, in which pytest puts test names."""
+    one line unless it lists tensors, and with one way out. Less the folder's path, in which pytest
+    puts test names."""
     if changes:
         edit(folder, **changes)
     with pytest.raises(InputError) as caught:
@@ -82,6 +83,7 @@ def refused(folder, *words, **changes):
     message = str(caught.value).replace(str(folder), "")
     assert all(word in message for word in words), (words, changes, message)
     assert len(message.splitlines()) == 1 or "tensors do not fit" in message
+    assert message.count("git lfs") < 2, message
     return message
 
 
@@ -103,7 +105,10 @@ def test_files(folder):
     ):  # fmt: skip
         for file in ("generation_config.json", CONFIG):
             (folder / file).write_bytes(content)
-            refused(folder, f"/{file} (if it is damaged, download it again, or git lfs pull): ")
+            error = refused(folder, "json")
+            assert error.startswith(
+                f"/{file} (if it is damaged, download it again, or git lfs pull): "
+            )
             edit(folder)
         (folder / "generation_config.json").unlink()
     (folder / "generation_config.json").symlink_to("lost")

@@ -48,10 +48,10 @@ def load_config(path: Path | str) -> Config:
             "(from_pretrained with gguf_file=NAME, then save_pretrained)"
         )
     raw = read_json(file)
+    generation = read_optional(file.with_name("generation_config.json"))
     with blame(file):
         # 1) What the file says, and its family's defaults. A family has none for EOS: if no file
         # names it, the tokenizer's counts.
-        generation = read_optional(file.with_name("generation_config.json"))
         raw = with_defaults(raw)
         # 2) Defaults that follow from other settings.
         heads = check("num_attention_heads", raw["num_attention_heads"], int)
