@@ -412,14 +412,15 @@ def test_thoughts(local, monkeypatch):
         choices = [choice for part in parts for choice in part["choices"]]
         return [choice[key] for choice in choices if choice["index"] == 1]
 
-    # A message that goes on within a thought, or after it; and a mark that the user has written.
+    # A message that goes on within a thought, or in its text, where white space can be a stop
+    # string again; and a mark that the user has written.
     part = {"type": "text", "text": "<think>Hm"}
     begins = ("<think>\nI first", True), ([part], True), ("<think>a</think>b", False), ("a", False)
     for text, thinks in begins:
         chat = [{"role": "user", "content": "<think>"}, {"role": "assistant", "content": text}]
         body = {"messages": chat, "continue_final_message": True}
         completion = local.server.api.prepare(body, True)
-        assert all(c.seq.stream.marks == [5, 6, -1][thinks:] for c in completion.choices), text
+        assert all(c.seq.stream.marks == [6, -1] * thinks for c in completion.choices), text
     for before, made, thought, said, *more in THOUGHTS:
         more = {"stop": more}
         # What follows keeps the line break at its end.

@@ -262,8 +262,8 @@ def mark_thoughts(tokenizer: Tokenizer, seqs: list[EngineSequence], fields: JSON
     """Tell a chat's sequences how they think.
 
     Some templates begin the thought, or a last message that is continued does, so that the output
-    lacks the first mark. Structured outputs, and models without a token for each mark, have no
-    thoughts.
+    lacks the first mark. Another message that is continued is text already. Structured outputs, and
+    models without a token for each mark, have no thoughts.
     """
     if "structured_outputs" in fields:
         return
@@ -276,6 +276,7 @@ def mark_thoughts(tokenizer: Tokenizer, seqs: list[EngineSequence], fields: JSON
         else:
             tail = tokenizer.decode(seqs[0].ids[-16:], show_special=True).rstrip()[-len(begin) :]
         is_open = tail.lstrip().startswith(begin) and end not in tail
-        for seq in seqs:
-            seq.stream.marks = [*marks[is_open:], -1]
+        if is_open or not fields["continue_final_message"]:
+            for seq in seqs:
+                seq.stream.marks = [*marks[is_open:], -1]
         return

@@ -102,11 +102,10 @@ class TextStream:
         # held came too early (see can_stop), and was held only because a longer one may contain it.
         early = len(self._held) if can_stop else len(pending)
         if self.marks:
-            num_spaces = len(pending) - len(pending.lstrip())
-            if num_spaces == len(pending) and not last:
+            if not (last or pending.strip()):
                 self._held = pending
                 return new, False
-            early = max(early, num_spaces)
+            early = max(early, len(pending) - len(pending.lstrip()))
             self.marks = []
         found = []  # where a stop string stands
         begun = []  # where one may have begun
