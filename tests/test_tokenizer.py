@@ -176,7 +176,8 @@ def test_added_tokens(tmp_path):
     """Encode and decode texts with added tokens of several kinds. Catches: "<|im" found inside
     "<|im_start|>"; ids beyond tokenizer.model that crash decoding; an ordinary piece of it shown
     though it is special; "<|a|>" as a regular expression; an added word not recognised; a mark of
-    calls or of a thought without text; a time that grows with the square of the spaces."""
+    calls or of a thought without text; a token with a space taken for one without; a time that
+    grows with the square of the spaces."""
     tokens = ("<|im", "<|im_start|>", "<|im_st")
     llama = read(tmp_path / "a", added(LLAMA_SIZE, *tokens), **BARE["llama"])
     for ours in (llama, read(tmp_path / "b", {}, tokenizer_json=byte_level(*tokens).to_str())):
@@ -196,8 +197,10 @@ def test_added_tokens(tmp_path):
     ours = read(tmp_path, added(i, "<|im_end|>"), tokenizer_model=model)
     ids = ours.encode("the cat<|im_end|>")
     assert ids[-1] == i and ours.decode(ids) == "the cat"
+    tokens = dict(content="<|l|>", lstrip=True), " <|l|>"  # the first takes in the spaces
+    ours = read(tmp_path, added(LLAMA_SIZE, *tokens), **BARE["llama"])
+    assert ours.encode("  <|l|>", add_special=False) == [LLAMA_SIZE]
     # Of the spaces in front of a token, one search is enough: 40,000 took a second.
-    ours = read(tmp_path, added(LLAMA_SIZE, dict(content="<|l|>", lstrip=True)), **BARE["llama"])
     start = time.thread_time()
     ours.encode(" " * 40_000)
     assert time.thread_time() - start < 0.3
@@ -278,6 +281,8 @@ def test_which_file_and_damaged_ones(kinds, tmp_path, monkeypatch):
     pieces.decoder = decoders.WordPiece()
     with pytest.raises(InputError, match=r"tokenizer\.json's decoder"):
         read(tmp_path / "pieces", tokenizer_json=pieces.to_str())
+    with pytest.raises(InputError, match="the id of  300"):  # of a token without a text
+        read(tmp_path / "empty", added(300, ""), tokenizer_json=GPT)
     both = write(tmp_path, NAMES, tokenizer_json=GPT, tokenizer_model=LLAMA)
     gpt, folder = kinds["gpt"]
     assert Tokenizer(both).encode("the cat") == gpt.encode("the cat")

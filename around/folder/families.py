@@ -81,6 +81,7 @@ FIXED: dict[str, JSON] = dict(
     olmo2=dict(NO_WINDOWS, wide_qk_norm=True, pre_norm=False, post_norm=True),
 )  # fmt: skip
 # Settings, with their types, that a family reads only if its entry in FAMILIES has them.
+# No family has the last two: attention_bias sets these fields of Config, or FIXED does.
 PARTICULAR = dict(embedding_multiplier=float, attention_multiplier=float, residual_multiplier=float,
     logits_scaling=float, query_pre_attn_scalar=float, rope_local_base_freq=float,
     sliding_window_pattern=int, no_rope_layers=list, attn_logit_softcapping=float | None,
